@@ -1,0 +1,1 @@
+"""Data: modules, chat format, packing and the embedded corpus."""

@@ -1,0 +1,1 @@
+"""The embedded corpus: seeded text, its tokenizer and its scorers, so that everything runs without downloads."""

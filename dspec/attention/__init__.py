@@ -1,0 +1,1 @@
+"""Attention masks, each written once as a predicate over logical positions."""

@@ -1,0 +1,1 @@
+"""Decoders behind one protocol, one file an algorithm."""

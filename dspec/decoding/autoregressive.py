@@ -1,0 +1,59 @@
+"""Plain autoregressive decoding with a KV cache: one token a forward pass, the serial decoder that speeds refer to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dspec.decoding.base import Generation, next_tokens, prefill, rows_to_keep
+from dspec.decoding.sampling import Sampling
+from dspec.models.target import Target
+
+
+class Autoregressive:
+    """Greedy or sampled decoding of any batch."""
+
+    def __init__(self, *, target: Target, sampling: Sampling) -> None:
+        self.target, self.sampling = target, sampling
+
+    def settings(self) -> dict[str, Any]:
+        return self.sampling.to_dict()
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> list[Generation]:
+        target = self.target
+        target.tap(())
+        state = prefill(
+            target,
+            prompts,
+            sampling=self.sampling,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            seeds=seeds,
+        )
+        live = list(state.generations)
+        while any(not g.done(max_new_tokens) for g in live):
+            if (keep := rows_to_keep([not g.done(max_new_tokens) for g in live])) is not None:
+                rows = torch.tensor(keep, device=target.device)
+                state.cache.select(rows)
+                state.streams.select(rows)
+                live = [live[i] for i in keep]
+                state.lengths_B = [state.lengths_B[i] for i in keep]
+                state.anchors_B = [state.anchors_B[i] for i in keep]
+            ids = torch.tensor(state.anchors_B, device=target.device)[:, None]
+            hidden = target(ids, start_B=state.lengths_B, cache=state.cache).hidden_BLD
+            state.anchors_B = next_tokens(target.logits(hidden[:, 0]), self.sampling, state.streams)
+            for i, generation in enumerate(live):
+                if not generation.done(max_new_tokens):
+                    generation.emit([state.anchors_B[i]], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+                    generation.forwards += 1
+                    generation.positions_computed += 1
+                    state.lengths_B[i] += 1
+        return state.generations

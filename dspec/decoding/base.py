@@ -1,0 +1,133 @@
+"""The decoder protocol and what a decoder reports. Counting follows design.md: see the properties below."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dspec.decoding.sampling import Sampling, Streams, draw
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+from dspec.models.target import Target
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-verify round of one prompt."""
+
+    drafted: int  # draft tokens sent to verification
+    accepted: int  # leading draft tokens accepted, cut at the stop and the length limit
+    valid: int  # leading slots that count: not cut by a stop token or the length limit
+    confidence: tuple[float, ...] = ()  # confidence logits of the drafted slots, when recorded
+
+
+@dataclass
+class Generation:
+    """What one prompt gave. `tokens` run up to and including the first stop token; prompts are not in it."""
+
+    tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
+    prefill_tokens: int = 0  # tokens that the prefill pass emitted
+    prefill_forwards: int = 0
+    forwards: int = 0  # forward passes of the big model that are not prefill
+    positions_computed: int = 0  # positions in those forwards
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def nfe(self) -> int:
+        """Forward passes of the big model, prefill counted."""
+        return self.prefill_forwards + self.forwards
+
+    def emit(self, tokens: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int]) -> int:
+        """Appends tokens up to the first stop and the length limit; returns how many were kept."""
+        kept = 0
+        for token in tokens[: max_new_tokens - len(self.tokens)]:
+            self.tokens.append(token)
+            kept += 1
+            if token in stop_ids:
+                self.stopped = True
+                break
+        return kept
+
+    def done(self, max_new_tokens: int) -> bool:
+        return self.stopped or len(self.tokens) >= max_new_tokens
+
+
+class Decoder(Protocol):
+    """Prompts in, generations out, for any batch size; row i depends on prompt i and seed i alone."""
+
+    sampling: Sampling
+
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> list[Generation]: ...
+
+    def settings(self) -> dict[str, Any]:
+        """What stands in the results beside the decoder's name."""
+        ...
+
+
+@dataclass
+class Prefill:
+    """State after the prompts' forward pass: caches hold lengths_B[b] positions, anchors are not in them yet."""
+
+    cache: PositionCache
+    lengths_B: list[int]
+    anchors_B: list[int]
+    features_BLF: Tensor
+    streams: Streams
+    generations: list[Generation]
+
+
+def prefill(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    seeds: Sequence[int],
+) -> Prefill:
+    """One pass over right-padded prompts that emits each row's first token.
+
+    Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}: at least one token must be asked for")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
+        target.check_length(len(prompt), max_new_tokens)
+    lengths = [len(p) for p in prompts]
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    cache, streams = target.new_cache(), Streams(seeds, target.device)
+    output = target(ids.to(target.device), cache=cache)
+    last = output.hidden_BLD[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+    anchors = next_tokens(target.logits(last), sampling, streams)
+    generations = []
+    for anchor in anchors:
+        generation = Generation(prefill_forwards=1, prefill_tokens=1)
+        generation.emit([anchor], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        generations.append(generation)
+    return Prefill(cache, lengths, anchors, output.features_BLF, streams, generations)
+
+
+def next_tokens(logits_BV: Tensor, sampling: Sampling, streams: Streams) -> list[int]:
+    if sampling.greedy:
+        return logits_BV.argmax(-1).tolist()
+    return draw(sampling.probs(logits_BV), streams.take(1)[:, 0]).tolist()
+
+
+def rows_to_keep(active: Sequence[bool]) -> list[int] | None:
+    """Rows still decoding, once they are at most half of the batch (else None): finished rows ride along till then."""
+    rows = [i for i, on in enumerate(active) if on]
+    return rows if 0 < len(rows) <= len(active) // 2 else None

@@ -1,0 +1,119 @@
+"""Sampling: the warped law of a token, drawing from it with given uniforms, and lossless verification of drafts.
+
+All randomness is passed in as uniforms from one stream a row, so that a batch draws what single rows draw.
+Legend: B = rows, J = draft slots, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from dspec.errors import UserError
+
+_REFILL = 512  # uniforms drawn at a time for each row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """temperature 0 is greedy; top_p keeps the smallest set of tokens whose mass reaches it (1.0 keeps all)."""
+
+    temperature: float
+    top_p: float
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise UserError(
+                f"sampling needs temperature >= 0 and 0 < top_p <= 1, not {self.temperature} and {self.top_p}"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """The law tokens are drawn from [..., V], in float32 at least; only for temperature > 0."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        probs = (wide / self.temperature).softmax(-1)
+        if self.top_p == 1:
+            return probs
+        ranked, order = probs.sort(-1, descending=True, stable=True)
+        outside = ranked.cumsum(-1) - ranked >= self.top_p
+        kept = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(outside, 0))
+        return kept / kept.sum(-1, keepdim=True)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens [...] from unnormalised weights [..., V] by the inverse CDF at uniform [...] in [0, 1)."""
+    cdf = weights.double().cumsum(-1)
+    return torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True).squeeze(-1)
+
+
+class Streams:
+    """One stream of uniforms a row, each from a seed of its own; every row draws equally often."""
+
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._device = device
+        self._buffer = torch.empty(len(seeds), 0, dtype=torch.float64, device=device)
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` uniforms of each row [B, count], float64."""
+        if self._buffer.shape[1] < count:
+            size = max(count, _REFILL)
+            fresh = [torch.rand(size, generator=g, dtype=torch.float64) for g in self._generators]
+            self._buffer = torch.cat([self._buffer, torch.stack(fresh).to(self._device)], 1)
+        taken, self._buffer = self._buffer[:, :count], self._buffer[:, count:]
+        return taken
+
+    def select(self, rows: Tensor) -> None:
+        self._generators = [self._generators[i] for i in rows.tolist()]
+        self._buffer = self._buffer[rows]
+
+
+def verify_greedy(draft_BJ: Tensor, count_B: Tensor, logits_BJV: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepted prefix length [B] and the token after it [B]: drafts must equal the target's argmax.
+
+    `logits_BJV` has J + 1 positions: the target's law for each draft slot and for the bonus token.
+    """
+    best = logits_BJV.argmax(-1)
+    slots = torch.arange(draft_BJ.shape[1], device=draft_BJ.device)
+    ok = (draft_BJ == best[:, :-1]) & (slots < count_B[:, None])
+    accepted = ok.long().cumprod(1).sum(1)
+    return accepted, best.gather(1, accepted[:, None]).squeeze(1)
+
+
+def verify_sampled(
+    draft_BJ: Tensor,
+    count_B: Tensor,
+    draft_probs_BJV: Tensor | None,
+    target_probs_BJV: Tensor,
+    uniform_BJ: Tensor,
+    uniform_B: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
+
+    Leaves the output law that of the target (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means that
+    the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
+    """
+    B, J = draft_BJ.shape
+    p_x = target_probs_BJV[:, :-1].gather(-1, draft_BJ[..., None]).squeeze(-1)
+    if draft_probs_BJV is None:
+        draft_probs_BJV = torch.zeros_like(target_probs_BJV[:, :-1]).scatter_(-1, draft_BJ[..., None], 1.0)
+    q_x = draft_probs_BJV.gather(-1, draft_BJ[..., None]).squeeze(-1)
+    slots = torch.arange(J, device=draft_BJ.device)
+    ok = (uniform_BJ * q_x < p_x) & (slots < count_B[:, None])
+    accepted = ok.long().cumprod(1).sum(1)
+    rows = torch.arange(B, device=draft_BJ.device)
+    law = target_probs_BJV[rows, accepted]
+    rejected = accepted < count_B
+    if J:
+        q = draft_probs_BJV[rows, accepted.clamp(max=J - 1)]
+        residual = torch.where(rejected[:, None], (law - q).clamp(min=0), law)
+        # p = q up to rounding leaves an empty residual: the rejection then had probability zero, p is as good
+        law = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law)
+    return accepted, draw(law, uniform_B)

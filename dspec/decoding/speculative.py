@@ -1,0 +1,175 @@
+"""Speculative decoding: draft a block, verify it in one target pass, keep the accepted prefix and one more token.
+
+Greedy output equals greedy autoregressive decoding token for token; sampled output has the target's law exactly
+(rejection sampling, sampling.py). With a confidence threshold a round sends only the leading slots whose confidence
+reaches it: slot k's confidence reads draft tokens before k only, so the output law is unchanged.
+
+Legend: B = rows, J = draft slots, V = vocabulary.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspec.calibration import Calibration
+from dspec.decoding.base import Generation, Prefill, Round, prefill, rows_to_keep
+from dspec.decoding.proposers import Proposal, Proposer
+from dspec.decoding.sampling import Sampling, verify_greedy, verify_sampled
+from dspec.errors import UserError
+from dspec.models.target import Target
+
+
+class Speculative:
+    """Lossless speculative decoding of any batch with any proposer."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        proposer: Proposer,
+        sampling: Sampling,
+        confidence_threshold: float = 0.0,
+        calibration: Calibration | None = None,
+        record_confidence: bool = False,
+    ) -> None:
+        """`confidence_threshold` 0 verifies every draft. `calibration` is used when it was fitted at this sampling,
+        else refused with a warning that names both settings; confidences then stay raw."""
+        if not 0 <= confidence_threshold < 1:
+            raise UserError(f"decoder.confidence_threshold={confidence_threshold} must lie in [0, 1)")
+        self.target, self.proposer, self.sampling = target, proposer, sampling
+        self.confidence_threshold, self.record_confidence = confidence_threshold, record_confidence
+        self.temperatures: tuple[float, ...] | None = None
+        if calibration is not None and confidence_threshold > 0:
+            if calibration.applies_to(sampling.temperature, sampling.top_p):
+                self.temperatures = calibration.temperatures
+            else:
+                warnings.warn(
+                    f"STS temperatures were fitted at temperature={calibration.temperature}, "
+                    f"top_p={calibration.top_p}; this decoder samples at temperature={sampling.temperature}, "
+                    f"top_p={sampling.top_p}: they are not used, confidences stay raw",
+                    stacklevel=2,
+                )
+
+    def settings(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"confidence_threshold": self.confidence_threshold}
+        if self.confidence_threshold:
+            own["sts"] = self.temperatures is not None
+        return self.sampling.to_dict() | self.proposer.settings() | own
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> list[Generation]:
+        self.target.tap(self.proposer.tap_ids)
+        state = prefill(
+            self.target,
+            prompts,
+            sampling=self.sampling,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            seeds=seeds,
+        )
+        live = list(state.generations)
+        history = [[*prompt, anchor] for prompt, anchor in zip(prompts, state.anchors_B, strict=True)]
+        self.proposer.begin(state.features_BLF)
+        while any(not g.done(max_new_tokens) for g in live):
+            if (keep := rows_to_keep([not g.done(max_new_tokens) for g in live])) is not None:
+                rows = torch.tensor(keep, device=self.target.device)
+                for part in (state.cache, state.streams, self.proposer):
+                    part.select(rows)
+                live, history = [live[i] for i in keep], [history[i] for i in keep]
+            self._round(state, live, history, max_new_tokens, stop_ids)
+        return state.generations
+
+    def _round(
+        self,
+        state: Prefill,
+        live: list[Generation],
+        history: list[list[int]],
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        J, greedy = self.proposer.num_drafts, self.sampling.greedy
+        uniform = None if greedy else state.streams.take(2 * J + 1)
+        proposal = self.proposer.propose(
+            history,
+            sampling=self.sampling,
+            uniform_BJ=None if uniform is None else uniform[:, :J],
+            confidence=self.record_confidence or self.confidence_threshold > 0,
+        )
+        if self.confidence_threshold > 0:
+            self._truncate(proposal)
+        counts = proposal.count_B.tolist()
+        sent = max(counts)  # the pass is as wide as the longest row's draft
+        draft = proposal.tokens_BJ[:, :sent]
+        anchor = torch.tensor([row[-1] for row in history], device=draft.device)[:, None]
+        starts = [len(row) - 1 for row in history]
+        output = self.target(torch.cat([anchor, draft], 1), start_B=starts, cache=state.cache)
+        logits = self.target.logits(output.hidden_BLD)
+        if uniform is None:
+            accepted, following = verify_greedy(draft, proposal.count_B, logits)
+        else:
+            laws = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
+            accepted, following = verify_sampled(
+                draft,
+                proposal.count_B,
+                laws,
+                self.sampling.probs(logits),
+                uniform[:, J : J + sent],
+                uniform[:, 2 * J],
+            )
+        lengths, drafts = accepted.tolist(), draft.tolist()
+        confidence = proposal.confidence_BJ.tolist() if proposal.confidence_BJ is not None else None
+        active = [not g.done(max_new_tokens) for g in live]
+        for i, token in enumerate(following.tolist()):
+            if active[i]:
+                trace = (
+                    tuple(confidence[i][: counts[i]])
+                    if confidence is not None and self.record_confidence
+                    else ()
+                )
+                emitted = [*drafts[i][: lengths[i]], token]
+                _record(live[i], emitted, counts[i], trace, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+                live[i].positions_computed += sent + 1
+                history[i].extend(emitted)
+        # only positions of rows that moved on may be overwritten: finished rows stay where they are
+        self.proposer.extend(output.features_BLF[:, : max(lengths) + 1], starts)
+
+    def _truncate(self, proposal: Proposal) -> None:
+        """Shortens each row's draft to the leading slots whose confidence reaches the threshold."""
+        logits = proposal.confidence_BJ
+        if logits is None:
+            raise UserError("decoder.confidence_threshold needs a drafter with a confidence head")
+        if self.temperatures is not None:
+            logits = logits / torch.tensor(self.temperatures, device=logits.device, dtype=logits.dtype)
+        sure: Tensor = torch.sigmoid(logits) >= self.confidence_threshold
+        proposal.count_B = torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))
+
+
+def _record(
+    generation: Generation,
+    emitted: list[int],
+    drafted: int,
+    confidence: tuple[float, ...],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+) -> None:
+    """Appends a round's tokens and what its slots showed; slots behind a stop or the limit do not count."""
+    room = max_new_tokens - len(generation.tokens)
+    kept = generation.emit(emitted, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    valid = min(drafted, room)
+    if generation.stopped:
+        accepted_before_stop = kept <= len(emitted) - 1  # the stop was a draft token, not the bonus
+        valid = min(valid, kept) if accepted_before_stop else valid
+    accepted = min(len(emitted) - 1, valid)
+    generation.rounds.append(Round(drafted, accepted, valid, confidence))
+    generation.forwards += 1

@@ -1,0 +1,155 @@
+"""DFlash: train a block-diffusion drafter on random anchors (arXiv id as in the notes; z-lab/dflash, DeepSpec).
+
+Source: "Block Diffusion for Flash Speculative Decoding", section 4: random anchors, blocks that do not see each other,
+exponentially decaying cross-entropy. Both slot layouts (models/draft.py). Departures: target features are computed
+online, never stored; the decay constant is a parameter of its own, as in DeepSpec, not the block size; each loss is
+divided by the sum of its weights over all ranks.
+
+Legend: B = batch, L = positions, N = anchors, K = block slots, J = draft slots, P = supervised slots, D = width.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor, nn
+
+from dspec.attention import masks
+from dspec.errors import UserError
+from dspec.losses import chunked_sum, decay_weights, draft_loss
+from dspec.method import Batch, LossOutput, Metrics
+from dspec.models.checkpoint import save_pretrained
+from dspec.models.draft import Draft
+from dspec.models.target import Target, TargetOutput
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The drafted blocks of a batch and what supervises them."""
+
+    hidden_BNJD: Tensor  # drafter states of the slots that draft
+    previous_BNJ: Tensor  # token before the one each slot predicts
+    label_BNJ: Tensor  # token each slot predicts
+    at_BNJ: Tensor  # position whose target hidden state gives the target's law for that token
+    supervised_BNJ: Tensor  # bool
+
+
+def sample_anchors(loss_BL: Tensor, count: int, *, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Up to `count` anchors a row, uniform without replacement, sorted: positions [B, N] and validity [B, N].
+
+    Position p may be an anchor if both it and p + 1 are supervised.
+    """
+    eligible = loss_BL[:, :-1] & loss_BL[:, 1:]
+    score = torch.rand(eligible.shape, generator=generator, device=generator.device).to(loss_BL.device)
+    count = min(count, eligible.shape[1])
+    score, at = (score + eligible).topk(count, dim=1)  # eligible positions score above 1
+    valid = score >= 1
+    at = torch.where(valid, at, loss_BL.shape[1])
+    at, order = at.sort(dim=1)
+    valid = valid.gather(1, order)
+    return torch.where(valid, at, 0), valid
+
+
+class DFlash(nn.Module):
+    """CE (and, if asked, total-variation) training of a drafter against its frozen target."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        draft: Draft,
+        num_anchors: int,
+        loss_decay: float,
+        ce_weight: float,
+        tv_weight: float,
+        chunk_size: int,
+    ) -> None:
+        """`loss_decay` is gamma in slots; `chunk_size` rows of logits exist at a time."""
+        super().__init__()
+        if draft.markov_head is not None or draft.confidence_head is not None:
+            self._refuse_heads()
+        self.target, self.draft = target, draft
+        self.num_anchors, self.loss_decay, self.chunk_size = num_anchors, loss_decay, chunk_size
+        self.ce_weight, self.tv_weight = ce_weight, tv_weight
+
+    def _refuse_heads(self) -> None:
+        raise UserError("method=dflash trains a drafter without heads: take draft=dflash, or method=dspark")
+
+    def loss(self, batch: Batch, *, generator: Generator) -> LossOutput:
+        with torch.no_grad():
+            output = self.target(batch.ids_BL)
+        anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generator=generator)
+        return self.loss_at(batch, output, anchor_BN, valid_BN)
+
+    def loss_at(self, batch: Batch, output: TargetOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
+        """The loss for given anchors; `output` holds the target's features and final hidden states."""
+        blocks = self.draft_blocks(batch, output, anchor_BN, valid_BN)
+        return self._supervise(blocks, output)
+
+    def draft_blocks(self, batch: Batch, output: TargetOutput, anchor_BN: Tensor, valid_BN: Tensor) -> Blocks:
+        """Runs the drafter on all blocks at once and lines its slots up with their labels."""
+        config = self.draft.config
+        (B, L), N, K = batch.ids_BL.shape, anchor_BN.shape[1], config.block_size
+        device = batch.ids_BL.device
+        context = torch.full((B,), L, device=device)
+        predicate = masks.draft_blocks(anchor_BN, context, block=K)
+        mask = masks.training_mask(predicate, batch=B, queries=N * K, keys=L + N * K, device=device)
+        positions = (anchor_BN[..., None] + torch.arange(K, device=device)).flatten(1)
+        hidden = self.draft(
+            self.draft.block_ids(batch.ids_BL.gather(1, anchor_BN)),
+            positions,
+            mask=mask,
+            features_BSF=output.features_BLF,
+        )
+        hidden_BNJD = hidden.view(B, N, K, -1)[:, :, config.first_slot :]
+        at = anchor_BN[..., None] + torch.arange(config.num_drafts, device=device)  # label position - 1
+        inside = at + 1 < L
+        at = at.clamp(max=L - 2)
+        supervised = inside & batch.loss_BL.gather(1, (at + 1).flatten(1)).view_as(at)
+        supervised = supervised.cumprod(-1).bool() & valid_BN[..., None]
+        previous, label = (batch.ids_BL.gather(1, i.flatten(1)).view_as(at) for i in (at, at + 1))
+        return Blocks(hidden_BNJD, previous, label, at, supervised)
+
+    def _codes(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """Transition codes [B, N, J, R] and W2 [V, R]; DFlash has none (R = 0)."""
+        return blocks.hidden_BNJD[..., :0], self.draft.lm_head.weight[:, :0]
+
+    def _supervise(self, blocks: Blocks, output: TargetOutput) -> LossOutput:
+        chosen = blocks.supervised_BNJ
+        slots = chosen.shape[-1]
+        weight_J = decay_weights(slots, gamma=self.loss_decay).to(blocks.hidden_BNJD.device)
+        weight_P = weight_J.expand(chosen.shape)[chosen]
+        code, w2_VR = self._codes(blocks)
+        row = torch.arange(chosen.shape[0], device=chosen.device)[:, None, None].expand(chosen.shape)
+        target_PD = output.hidden_BLD[row[chosen], blocks.at_BNJ[chosen]]
+        head = self.draft.lm_head.weight
+        total, stats = chunked_sum(
+            draft_loss(head, self.target.lm_head.weight, ce_weight=self.ce_weight, tv_weight=self.tv_weight),
+            rows=[blocks.hidden_BNJD[chosen], code[chosen]],
+            weights=[w2_VR],
+            constants=[weight_P, blocks.label_BNJ[chosen], target_PD],
+            chunk=self.chunk_size,
+        )
+        slot_P = torch.arange(slots, device=chosen.device).expand(chosen.shape)[chosen]
+        ce, l1, match = stats.unbind(-1) if stats.numel() else (weight_P, weight_P, weight_P)
+        count_J = torch.bincount(slot_P, minlength=slots).to(weight_P)
+
+        def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.bincount(slot_P, weights=values.double(), minlength=slots).to(weight_P), count_J
+
+        metrics = {
+            "ce": ((weight_P * ce).sum(), weight_P.sum()),
+            "tv": ((weight_P * l1 / 2).sum(), weight_P.sum()),
+            "accept": per_slot(1 - l1 / 2),
+            "match": per_slot(match),
+        }
+        extra, extra_metrics = self._extra(blocks, weight_P, l1)
+        return LossOutput(total + extra, weight_P.sum(), metrics | extra_metrics)
+
+    def _extra(self, blocks: Blocks, weight_P: Tensor, l1_P: Tensor) -> tuple[Tensor, Metrics]:
+        """A further weighted loss sum and its metrics; DFlash has none."""
+        return weight_P.new_zeros(()), {}
+
+    def export(self, folder: Path, *, card: str) -> Path:
+        save_pretrained(self.draft, folder / "draft", card=card)
+        return folder / "draft"

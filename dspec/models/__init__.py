@@ -1,0 +1,1 @@
+"""Targets, drafts, their heads, caches and checkpoint formats."""

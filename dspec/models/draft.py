@@ -1,0 +1,337 @@
+"""The DFlash / DSpark drafter: a shallow block-diffusion transformer that reads the target's hidden states.
+
+Sources: DFlash (KV injection: K_i = [W_i^K H_t; W_i^K H_d], section 3 of ../shared notes), DSpark (sequential and
+confidence heads), tensor names and arithmetic of DeepSpec@afdfa7c. One class serves both methods: DFlash is the
+drafter without heads. This module knows no training loop and no decoder.
+
+Slot layouts (never guessed; stored in the checkpoint):
+  anchor_first  [anchor, mask, mask, ...]: slot k predicts position anchor + k + 1; B slots give B drafts (DeepSpec).
+  fill_in       [anchor, mask, mask, ...]: slot k predicts position anchor + k; slot 0 is void, B - 1 drafts (z-lab).
+
+Legend: B = batch, S = context positions, N = blocks, K = block size, Q = N * K, D = width, F = feature width,
+H/G = query / key-value heads, W = head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from dspec.attention.attend import attend
+from dspec.attention.masks import Mask
+from dspec.calibration import Calibration
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
+from dspec.models.target import Target
+
+LAYOUTS = ("anchor_first", "fill_in")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """All that shapes a drafter; `transformer` holds the geometry of its Qwen3 blocks."""
+
+    transformer: Qwen3Config
+    layout: str
+    block_size: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    mask_token_id: int
+    markov_head_type: str | None
+    markov_rank: int
+    confidence_head: bool
+    confidence_head_with_markov: bool
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise UserError(f"draft layout {self.layout!r} is unknown; say one of {', '.join(LAYOUTS)}")
+        if self.markov_head_type is not None and self.markov_head_type not in SEQUENTIAL_HEADS:
+            heads = ", ".join(SEQUENTIAL_HEADS)
+            raise UserError(
+                f"markov_head_type {self.markov_head_type!r} is unknown; say null or one of {heads}"
+            )
+        if self.layout == "fill_in" and (self.markov_head_type or self.confidence_head):
+            raise UserError("the fill_in layout has no heads: set layout=anchor_first, or use method=dflash")
+        if self.confidence_head_with_markov and self.markov_head_type is None:
+            raise UserError("confidence_head_with_markov=true needs a Markov head: set markov_head_type")
+        if self.markov_head_type is not None and self.markov_rank < 1:
+            raise UserError("a Markov head needs markov_rank >= 1")
+        if self.block_size < 1 + self.first_slot:
+            raise UserError(f"block_size={self.block_size} leaves no draft slot in the {self.layout} layout")
+        if not self.target_layer_ids:
+            raise UserError("a drafter taps at least one target layer: set draft.target_layer_ids")
+
+    @property
+    def first_slot(self) -> int:
+        """First slot whose prediction counts."""
+        return 1 if self.layout == "fill_in" else 0
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens a round."""
+        return self.block_size - self.first_slot
+
+
+class RMSNorm(nn.Module):
+    """RMS norm with its statistics in float32 at least (float64 stays float64)."""
+
+    def __init__(self, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class DraftAttention(nn.Module):
+    """Queries from the block; keys and values from the target features and the block alike."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        width, eps, bias = config.head_dim, config.rms_norm_eps, config.attention_bias
+        self.head_dim = width
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * width, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * width, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(width, eps=eps)
+        self.k_norm = RMSNorm(width, eps=eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim)
+
+    def key_value(self, x_BLD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values [B, G, L, W] of features or block states."""
+        k = self.k_norm(self._heads(self.k_proj(x_BLD))).transpose(1, 2)
+        v = self._heads(self.v_proj(x_BLD)).transpose(1, 2)
+        return apply_rotary_pos_emb(k, k, *rotation)[0], v
+
+    def forward(self, x_BQD: Tensor, rotation: Rotation, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        q = self.q_norm(self._heads(self.q_proj(x_BQD))).transpose(1, 2)
+        q = apply_rotary_pos_emb(q, q, *rotation)[0]
+        out = attend(q, k, v, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Draft(nn.Module):
+    """A drafter bound to its target's embeddings and LM head (frozen; shared with the target where equal)."""
+
+    def __init__(self, config: DraftConfig, *, embed_tokens: nn.Embedding, lm_head: nn.Linear) -> None:
+        super().__init__()
+        geometry = config.transformer
+        width, taps = geometry.hidden_size, len(config.target_layer_ids)
+        vocab = lm_head.weight.shape[0]
+        self.config = config
+        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps=geometry.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(geometry) for _ in range(geometry.num_hidden_layers))
+        self.norm = RMSNorm(width, eps=geometry.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(geometry)
+        self.markov_head: MarkovHead | None = None
+        if config.markov_head_type is not None:
+            head = SEQUENTIAL_HEADS[config.markov_head_type]
+            self.markov_head = head(vocab_size=vocab, hidden_size=width, rank=config.markov_rank)
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence_head:
+            rank = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(hidden_size=width, markov_rank=rank)
+        self.apply(self._initialise)
+        self.embed_tokens, self.lm_head = embed_tokens, lm_head
+        self.calibration: Calibration | None = None  # STS temperatures, once fitted
+        self.prompt_policy: dict[str, Any] = {}  # how training prompts were rendered
+        for module in (embed_tokens, lm_head):
+            module.requires_grad_(False)
+
+    def _initialise(self, module: nn.Module) -> None:
+        std = self.config.transformer.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The drafter's own parameters by name: all but the target's embeddings and head."""
+        shared = ("embed_tokens.", "lm_head.")
+        return {name: p for name, p in self.named_parameters() if not name.startswith(shared)}
+
+    def new_cache(self) -> PositionCache:
+        return PositionCache(len(self.layers))
+
+    def _rotation(self, x: Tensor, positions_BL: Tensor) -> Rotation:
+        cos, sin = self.rotary_emb(x, positions_BL)
+        return cos, sin
+
+    def context(self, features_BSF: Tensor) -> Tensor:
+        """Target context feature H_t = RMSNorm(W_c [H^(l1); ...]) [B, S, D], shared by all layers."""
+        return self.hidden_norm(self.fc(features_BSF))
+
+    def extend(self, features_BSF: Tensor, *, start_B: Sequence[int], cache: PositionCache) -> None:
+        """Writes the keys and values of verified positions start_B[b] .. start_B[b] + S - 1 into the cache."""
+        x = self.context(features_BSF)
+        length = x.shape[1]
+        start = torch.tensor(start_B, device=x.device)
+        rotation = self._rotation(x, start[:, None] + torch.arange(length, device=x.device))
+        cache.at(start_B, length)
+        for i, layer in enumerate(self.layers):
+            cache.update(*layer.self_attn.key_value(x, rotation), i)
+
+    def block_ids(self, anchor_BN: Tensor) -> Tensor:
+        """Block inputs [B, N * K]: each anchor token followed by mask tokens."""
+        ids = anchor_BN.new_full((*anchor_BN.shape, self.config.block_size), self.config.mask_token_id)
+        ids[..., 0] = anchor_BN
+        return ids.flatten(1)
+
+    def forward(
+        self,
+        ids_BQ: Tensor,
+        positions_BQ: Tensor,
+        *,
+        mask: Mask,
+        features_BSF: Tensor | None = None,
+        cache: PositionCache | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm [B, Q, D] of block inputs.
+
+        Training passes the features of positions 0..S-1; decoding passes a cache that holds their keys and values
+        and is set (`cache.at`) to where the block goes. `mask` covers context keys, then block keys.
+        """
+        x = self.embed_tokens(ids_BQ)
+        rotation = self._rotation(x, positions_BQ)
+        context = None
+        if features_BSF is not None:
+            context = self.context(features_BSF)
+            at = torch.arange(context.shape[1], device=x.device)[None]
+            context_rotation = self._rotation(context, at)
+        for i, layer in enumerate(self.layers):
+            normed = layer.input_layernorm(x)
+            k, v = layer.self_attn.key_value(normed, rotation)
+            if cache is not None:
+                k, v = cache.update(k, v, i)
+            elif context is not None:
+                k_context, v_context = layer.self_attn.key_value(context, context_rotation)
+                k, v = torch.cat([k_context, k], 2), torch.cat([v_context, v], 2)
+            x = x + layer.self_attn(normed, rotation, k, v, mask)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def transition(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Teacher-forced transition codes [..., K, R] for previous tokens [..., K] and hidden [..., K, D]."""
+        if self.markov_head is None:
+            return hidden[..., :0]
+        state, codes = None, []
+        for k in range(previous.shape[-1]):
+            code, state = self.markov_head.step(previous[..., k], hidden[..., k, :], state)
+            codes.append(code)
+        return torch.stack(codes, -2)
+
+    def confidence(self, previous: Tensor, hidden: Tensor) -> Tensor | None:
+        """Confidence logits [...] for previous tokens [...] and hidden [..., D]; None without the head."""
+        if self.confidence_head is None:
+            return None
+        markov = (
+            self.markov_head.markov_w1(previous)
+            if self.confidence_head.markov_rank and self.markov_head
+            else None
+        )
+        return self.confidence_head(hidden, markov)
+
+
+def default_target_layers(count: int, *, num_layers: int) -> tuple[int, ...]:
+    """Layers spread evenly from shallow to deep (DeepSpec, z-lab: round(1 + i (L - 4) / (n - 1))).
+
+    That formula repeats ids on shallow targets: below 8 layers ids lie evenly over 0..L-2; one tap takes L // 2.
+    """
+    if count < 1 or count > max(1, num_layers - 1):
+        raise UserError(
+            f"draft.num_taps={count} does not fit a target of {num_layers} layers (1..{num_layers - 1})"
+        )
+    if count == 1:
+        return (num_layers // 2,)
+    if num_layers < 8:
+        return tuple(round(i * (num_layers - 2) / (count - 1)) for i in range(count))
+    ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    if len(set(ids)) < count:
+        raise UserError(f"draft.num_taps={count} repeats layers on a target of {num_layers}; take fewer taps")
+    return ids
+
+
+def build_draft(
+    *,
+    target: Target,
+    num_layers: int,
+    intermediate_size: int | None,
+    block_size: int,
+    layout: str,
+    num_taps: int,
+    target_layer_ids: Sequence[int] | None,
+    markov_head_type: str | None,
+    markov_rank: int,
+    confidence_head: bool,
+    confidence_head_with_markov: bool,
+) -> Draft:
+    """A fresh drafter with the target's width and heads; null ids and sizes are taken from the target.
+
+    Raises UserError when the target has no mask token and none is given, or for layer ids out of range.
+    """
+    source = target.model.config
+    ids = tuple(target_layer_ids or default_target_layers(num_taps, num_layers=target.num_layers))
+    target.tap(ids)
+    geometry: dict[str, Any] = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": source.hidden_size,
+        "intermediate_size": intermediate_size or source.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": source.num_attention_heads,
+        "num_key_value_heads": source.num_key_value_heads,
+        "head_dim": getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
+        "max_position_embeddings": source.max_position_embeddings,
+        "rope_parameters": source.rope_parameters,
+        "rms_norm_eps": source.rms_norm_eps,
+        "hidden_act": source.hidden_act,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+    config = DraftConfig(
+        transformer=Qwen3Config(**geometry),
+        layout=layout,
+        block_size=block_size,
+        target_layer_ids=ids,
+        num_target_layers=target.num_layers,
+        mask_token_id=_mask_token(target),
+        markov_head_type=markov_head_type,
+        markov_rank=markov_rank if markov_head_type is not None else 0,
+        confidence_head=confidence_head,
+        confidence_head_with_markov=confidence_head_with_markov,
+    )
+    return Draft(config, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
+
+
+def _mask_token(target: Target) -> int:
+    token = target.mask_token_id
+    if token is None:
+        raise UserError(
+            f"target {target.name!r} has no mask token: set target.mask_token_id to an unused token id"
+        )
+    if not 0 <= token < target.vocab_size:
+        raise UserError(f"target.mask_token_id={token} is outside the vocabulary of {target.vocab_size}")
+    return int(token)

@@ -1,0 +1,195 @@
+"""The target: one class over a Hugging Face causal LM that gives hidden states, tapped features and logits.
+
+Layer ids are 0-based decoder layers: id i is the output of layer i before the final norm. Features are read by
+forward hooks, since `output_hidden_states` changed its indices between transformers 5.17 and 5.23.
+This module knows no drafter and no decoder.
+
+Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from dspec.attention import masks
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    hidden_BLD: Tensor  # after the final norm: what the LM head reads
+    features_BLF: Tensor  # the tapped layers' outputs, concatenated; width 0 when nothing is tapped
+
+
+class Target(nn.Module):
+    """A frozen causal LM of the Llama, Qwen2 or Qwen3 family with its tokenizer."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        mask_token_id: int | None = None,
+    ) -> None:
+        """`mask_token_id` fills a drafter's empty slots; None takes the tokenizer's mask token, if it has one.
+
+        Raises UserError for another family, or for layers that attend through a sliding window.
+        """
+        super().__init__()
+        config = model.config
+        if config.model_type not in FAMILIES:
+            raise UserError(
+                f"target {name!r} is a {config.model_type!r} model; dspec runs the families {', '.join(FAMILIES)}"
+            )
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise UserError(f"target {name!r} has sliding-window layers, which dspec's cache does not model")
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.mask_token_id = (
+            mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
+        )
+        self.tap_ids: tuple[int, ...] = ()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._tapped: dict[int, Tensor] = {}
+        if self.dtype == torch.float64:
+            _norms_in_double(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Reads the outputs of these decoder layers from now on; raises UserError for ids out of range."""
+        if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
+            raise UserError(
+                f"target layer ids {bad} are out of range: {self.name!r} has layers 0..{self.num_layers - 1}; "
+                "set draft.target_layer_ids accordingly"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self.tap_ids = tuple(layer_ids)
+        layers = self.model.get_decoder().layers
+        self._hooks = [layers[i].register_forward_hook(self._keep(i)) for i in set(layer_ids)]
+
+    def _keep(self, layer: int):  # type: ignore[no-untyped-def]
+        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._tapped[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def new_cache(self) -> PositionCache:
+        return PositionCache(self.num_layers)
+
+    def forward(
+        self,
+        ids_BL: Tensor,
+        *,
+        start_B: Sequence[int] | None = None,
+        cache: PositionCache | None = None,
+        positions_BL: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> TargetOutput:
+        """One forward pass.
+
+        With a cache, row b's ids stand at positions start_B[b] .. and attend causally to all before them. Without
+        one, rows start at position 0 (right-padded; what comes after a row's end is garbage) unless `positions_BL`
+        and a boolean `mask` [B, 1, L, L] say otherwise.
+        """
+        B, L = ids_BL.shape
+        if cache is not None:
+            starts = list(start_B) if start_B is not None else [0] * B
+            cache.at(starts, L)
+            start = torch.tensor(starts, device=ids_BL.device)
+            positions_BL = start[:, None] + torch.arange(L, device=ids_BL.device)
+            mask = masks.dense(masks.causal(start), batch=B, queries=L, keys=cache.end, device=ids_BL.device)
+        output = self.model.get_decoder()(
+            input_ids=ids_BL,
+            attention_mask=mask,
+            position_ids=positions_BL,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        hidden = output.last_hidden_state
+        parts = [self._tapped[i] for i in self.tap_ids]
+        self._tapped.clear()
+        return TargetOutput(hidden, torch.cat(parts, -1) if parts else hidden[..., :0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raises UserError when prompt and new tokens do not fit the model's positions."""
+        if prompt + new > self.max_positions:
+            raise UserError(
+                f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the context of {self.name!r} "
+                f"({self.max_positions} positions); shorten the prompt or lower max_new_tokens"
+            )
+
+
+def _norms_in_double(model: nn.Module) -> None:
+    """transformers' RMS norms round to float32 inside; exactness in float64 needs norms that do not."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _NORMS):
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+
+
+def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> Target:
+    """A target from a local folder or the Hub; `dtype` float32 | bfloat16 | float64.
+
+    Raises UserError when the model or its tokenizer cannot be had.
+    """
+    if (folder := Path(path).expanduser()).is_dir():
+        path = str(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
+    return Target(model.to(device), tokenizer, name=name, mask_token_id=mask_token_id)

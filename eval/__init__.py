@@ -1,0 +1,1 @@
+"""Evaluation of speculative drafters: benchmarks, metrics and plots."""
