@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
             f"cannot write {path} ({error.strerror or error}); what was there before is untouched"
         ) from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # gone already, or its folder never came to be
+            scratch.unlink()
 
 
 @contextmanager
@@ -44,7 +45,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(path, old)
-        os.replace(scratch, path)
+        try:
+            os.replace(scratch, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise UserError(

@@ -32,9 +32,9 @@ class Traces:
     drafted) is never read, may be NaN. Validity must not hang on acceptance (cut at the first *drafted* EOS,
     accepted or not), or the outcomes that remain are a biased sample."""
 
-    logits_NK: Tensor  # noqa: N815 (confidence logits z)
-    accepted_N: Tensor  # noqa: N815 (leading draft tokens accepted, 0..K)
-    valid_N: Tensor  # noqa: N815 (leading slots that count, 0..K)
+    logits_NK: Tensor  # confidence logits z
+    accepted_N: Tensor  # leading draft tokens accepted, 0..K
+    valid_N: Tensor  # leading slots that count, 0..K
 
     def __post_init__(self) -> None:
         if self.logits_NK.ndim != 2 or not self.logits_NK.is_floating_point():
@@ -171,9 +171,7 @@ def calibration_report(traces: Traces, temperatures: Tensor, *, bins: int) -> di
     """
     slots, after = traces.slots(), temperatures.detach().cpu().double()
     if after.shape != (len(slots),) or not (after > 0).all() or not (traces.valid_N > 0).any():
-        raise ValueError(
-            f"need a round that counts and {len(slots)} positive temperatures, got {after.tolist()}"
-        )
+        raise ValueError(f"need a valid round and {len(slots)} positive temperatures, got {after.tolist()}")
     stages = {"before": _stage(traces, torch.ones_like(after), bins), "after": _stage(traces, after, bins)}
     numbers = enumerate(zip(after.tolist(), slots, strict=True), start=1)
     rows: list[dict[str, Any]] = [{"slot": k, "temperature": t, "valid": len(s[0])} for k, (t, s) in numbers]

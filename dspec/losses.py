@@ -39,7 +39,7 @@ class _ChunkedSum(torch.autograd.Function):
                 loss, row_stats = fn(*inputs, *(c[part] for c in constants))
             wanted = [x for x in inputs if x.requires_grad]
             for x_grad, i in zip(
-                torch.autograd.grad(loss, wanted) if wanted else (),
+                torch.autograd.grad(loss, wanted, materialize_grads=True) if wanted else (),
                 (i for i, n in enumerate(needs) if n),
                 strict=True,
             ):

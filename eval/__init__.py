@@ -1,1 +1,1 @@
-"""Evaluation of speculative drafters: benchmarks, metrics and plots."""
+"""Benchmarks and reports: every decoder on the same prompts, one table."""

@@ -24,12 +24,7 @@ def _folders(marker: str) -> list[Path]:
     roots = [Path(__file__).parent / "golden"]
     if os.environ.get("DSPEC_GOLDEN_DIR"):
         roots.append(Path(os.environ["DSPEC_GOLDEN_DIR"]))
-    found = {
-        folder.name: folder
-        for root in roots
-        for folder in sorted(root.iterdir())
-        if (folder / marker).is_file()
-    }
+    found = {folder.name: folder for root in roots for folder in sorted(root.iterdir()) if (folder / marker).is_file()}
     return list(found.values())
 
 
@@ -109,9 +104,7 @@ def test_dflash_forward_and_generation(folder: Path) -> None:
     _close(hidden, golden["fwd.hidden"])
     _close(draft.lm_head(hidden), golden["fwd.logits"])
 
-    decoder = Speculative(
-        target=target, proposer=DraftProposer(draft), sampling=Sampling(temperature=0.0, top_p=1.0)
-    )
+    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=Sampling(temperature=0.0, top_p=1.0))
     cases = sorted(name.removeprefix("prompt") for name in golden if name.startswith("prompt"))
     assert cases
     for case in cases:

@@ -1,1 +1,1 @@
-"""The embedded corpus: seeded text, its tokenizer and its scorers, so that everything runs without downloads."""
+"""The embedded corpus: generated text, its tokenizer and scorers, so that all runs without downloads."""

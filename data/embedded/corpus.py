@@ -1,4 +1,4 @@
-"""The embedded corpus: three tasks, split by a hash of what an example means rather than of how it is worded."""
+"""The embedded corpus: three tasks, split by a hash of what an example means, not of how it is worded."""
 
 import hashlib
 import random
@@ -37,9 +37,7 @@ def split_of(signature: str) -> str:
 def generate(*, task: str, split: str, count: int, seed: int, unseen: bool = False) -> list[Example]:
     """``count`` examples with distinct prompts; a smaller count gives a prefix of a larger one."""
     if task not in _SAMPLERS or split not in SPLITS:
-        raise ValueError(
-            f"task must be one of {tuple(_SAMPLERS)} and split of {SPLITS}; got {task!r}, {split!r}"
-        )
+        raise ValueError(f"task must be one of {tuple(_SAMPLERS)} and split of {SPLITS}; got {task!r}, {split!r}")
     if unseen and split != "test":
         raise ValueError(f"held-out templates are in split 'test' only; got unseen=True with split {split!r}")
     rng = random.Random(f"{seed}/{task}/{split}/{unseen}")
@@ -54,9 +52,7 @@ def generate(*, task: str, split: str, count: int, seed: int, unseen: bool = Fal
             name = f"{where}/{len(examples):06d}"
             examples[found.prompt] = Example(id=name, task=task, unseen=unseen, **vars(found))
         if idle > _PATIENCE:
-            raise ValueError(
-                f"{where} has no more than about {len(examples)} examples; ask for fewer than {count}"
-            )
+            raise ValueError(f"{where} has no more than about {len(examples)} examples; ask for fewer than {count}")
     return list(examples.values())
 
 

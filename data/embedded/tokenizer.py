@@ -40,12 +40,12 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
     bpe.train_from_iterator(texts, trainer)
     pad, _, _, end, mask = SPECIAL
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe,
         pad_token=pad,
         eos_token=end,
         mask_token=mask,
-        additional_special_tokens=list(SPECIAL[1:3]),
+        extra_special_tokens=list(SPECIAL[1:3]),
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )

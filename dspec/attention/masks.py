@@ -68,9 +68,7 @@ def dense(predicate: Predicate, *, batch: int, queries: int, keys: int, device: 
     return predicate(b, torch.zeros_like(b), q, kv).expand(batch, 1, queries, keys)
 
 
-def block_mask(
-    predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device
-) -> BlockMask:
+def block_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
     """The predicate as a flex attention BlockMask, shared by all heads."""
     return create_block_mask(predicate, batch, None, queries, keys, device=device.type)
 

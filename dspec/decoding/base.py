@@ -19,7 +19,7 @@ class Round:
 
     drafted: int  # draft tokens sent to verification
     accepted: int  # leading draft tokens accepted, cut at the stop and the length limit
-    valid: int  # leading slots that count: not cut by a stop token or the length limit
+    valid: int  # leading slots that count: not behind a drafted stop token or the length limit
     confidence: tuple[float, ...] = ()  # confidence logits of the drafted slots, when recorded
 
 
@@ -40,16 +40,13 @@ class Generation:
         """Forward passes of the big model, prefill counted."""
         return self.prefill_forwards + self.forwards
 
-    def emit(self, tokens: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int]) -> int:
-        """Appends tokens up to the first stop and the length limit; returns how many were kept."""
-        kept = 0
+    def emit(self, tokens: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int]) -> None:
+        """Appends tokens up to and including the first stop, within the length limit."""
         for token in tokens[: max_new_tokens - len(self.tokens)]:
             self.tokens.append(token)
-            kept += 1
             if token in stop_ids:
                 self.stopped = True
                 break
-        return kept
 
     def done(self, max_new_tokens: int) -> bool:
         return self.stopped or len(self.tokens) >= max_new_tokens

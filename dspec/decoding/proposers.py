@@ -137,9 +137,7 @@ class DraftProposer:
             tokens.append(previous)
             laws.append(law)
         stacked = torch.stack(tokens, 1)
-        return stacked, None if uniform_BJ is None else torch.stack(
-            [law for law in laws if law is not None], 1
-        )
+        return stacked, None if uniform_BJ is None else torch.stack([law for law in laws if law is not None], 1)
 
 
 class PromptLookupProposer:

@@ -41,7 +41,7 @@ class Sampling:
         probs = (wide / self.temperature).softmax(-1)
         if self.top_p == 1:
             return probs
-        ranked, order = probs.sort(-1, descending=True, stable=True)
+        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         outside = ranked.cumsum(-1) - ranked >= self.top_p
         kept = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(outside, 0))
         return kept / kept.sum(-1, keepdim=True)

@@ -131,15 +131,18 @@ class Speculative:
         active = [not g.done(max_new_tokens) for g in live]
         for i, token in enumerate(following.tolist()):
             if active[i]:
-                trace = (
-                    tuple(confidence[i][: counts[i]])
-                    if confidence is not None and self.record_confidence
-                    else ()
+                trace = tuple(confidence[i][: counts[i]]) if confidence is not None and self.record_confidence else ()
+                _record(
+                    live[i],
+                    drafts[i][: counts[i]],
+                    lengths[i],
+                    token,
+                    trace,
+                    max_new_tokens=max_new_tokens,
+                    stop_ids=stop_ids,
                 )
-                emitted = [*drafts[i][: lengths[i]], token]
-                _record(live[i], emitted, counts[i], trace, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
                 live[i].positions_computed += sent + 1
-                history[i].extend(emitted)
+                history[i].extend([*drafts[i][: lengths[i]], token])
         # only positions of rows that moved on may be overwritten: finished rows stay where they are
         self.proposer.extend(output.features_BLF[:, : max(lengths) + 1], starts)
 
@@ -156,20 +159,23 @@ class Speculative:
 
 def _record(
     generation: Generation,
-    emitted: list[int],
-    drafted: int,
+    drafts: Sequence[int],
+    accepted: int,
+    following: int,
     confidence: tuple[float, ...],
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
 ) -> None:
-    """Appends a round's tokens and what its slots showed; slots behind a stop or the limit do not count."""
-    room = max_new_tokens - len(generation.tokens)
-    kept = generation.emit(emitted, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-    valid = min(drafted, room)
-    if generation.stopped:
-        accepted_before_stop = kept <= len(emitted) - 1  # the stop was a draft token, not the bonus
-        valid = min(valid, kept) if accepted_before_stop else valid
-    accepted = min(len(emitted) - 1, valid)
-    generation.rounds.append(Round(drafted, accepted, valid, confidence))
+    """Appends a round's tokens and what its slots showed.
+
+    Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
+    length limit do not count.
+    """
+    valid = min(len(drafts), max_new_tokens - len(generation.tokens))
+    stop = next((k for k, token in enumerate(drafts) if token in stop_ids), valid)
+    valid = min(valid, stop + 1)
+    emitted = [*drafts[:accepted], following]
+    generation.emit(emitted, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    generation.rounds.append(Round(len(drafts), min(accepted, valid), valid, confidence))
     generation.forwards += 1

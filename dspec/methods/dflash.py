@@ -76,6 +76,7 @@ class DFlash(nn.Module):
         raise UserError("method=dflash trains a drafter without heads: take draft=dflash, or method=dspark")
 
     def loss(self, batch: Batch, *, generator: Generator) -> LossOutput:
+        self.target.tap(self.draft.config.target_layer_ids)  # a decoder may have tapped others in between
         with torch.no_grad():
             output = self.target(batch.ids_BL)
         anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generator=generator)

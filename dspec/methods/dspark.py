@@ -50,9 +50,7 @@ class DSpark(DFlash):
     def _codes(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         if self.draft.markov_head is None:
             return super()._codes(blocks)
-        return self.draft.transition(
-            blocks.previous_BNJ, blocks.hidden_BNJD
-        ), self.draft.markov_head.markov_w2.weight
+        return self.draft.transition(blocks.previous_BNJ, blocks.hidden_BNJD), self.draft.markov_head.markov_w2.weight
 
     def _extra(self, blocks: Blocks, weight_P: Tensor, l1_P: Tensor) -> tuple[Tensor, Metrics]:
         chosen = blocks.supervised_BNJ

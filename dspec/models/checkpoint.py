@@ -47,9 +47,7 @@ def save_pretrained(draft: Draft, folder: Path, *, card: str) -> None:
         for name, module in (("embed_tokens", draft.embed_tokens), ("lm_head", draft.lm_head)):
             tensors[f"{name}.weight"] = module.weight.detach().cpu().clone()
     with atomic_folder(folder) as scratch:
-        (scratch / "config.json").write_text(
-            json.dumps(config_dict(draft), indent=2) + "\n", encoding="utf-8"
-        )
+        (scratch / "config.json").write_text(json.dumps(config_dict(draft), indent=2) + "\n", encoding="utf-8")
         try:
             save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # safetensors wraps the OSError of a full disk
@@ -107,9 +105,7 @@ def from_pretrained(folder: str | Path, *, target: Target, layout: str | None = 
     expected = draft.trainable()
     if expected.keys() != tensors.keys():
         odd = sorted(expected.keys() ^ tensors.keys())
-        raise UserError(
-            f"{folder}/model.safetensors does not match its config.json (missing or foreign: {odd[:4]})"
-        )
+        raise UserError(f"{folder}/model.safetensors does not match its config.json (missing or foreign: {odd[:4]})")
     with torch.no_grad():
         for name, parameter in expected.items():
             if parameter.shape != tensors[name].shape:
@@ -154,23 +150,17 @@ def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> Dr
             confidence_head_with_markov=is_dspark and rank > 0 and bool(raw["confidence_head_with_markov"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{folder}/config.json is not a DeepSpec or z-lab drafter config (at {error})"
-        ) from error
+        raise UserError(f"{folder}/config.json is not a DeepSpec or z-lab drafter config (at {error})") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(
-            f"no drafter in {folder}: {path} is missing; give a folder that a finished run wrote (draft/)"
-        )
+        raise UserError(f"no drafter in {folder}: {path} is missing; give a folder that a finished run wrote (draft/)")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(
-            f"{path} is not valid JSON ({error}); the checkpoint is half written, take another"
-        ) from error
+        raise UserError(f"{path} is not valid JSON ({error}); the checkpoint is half written, take another") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return raw
@@ -183,9 +173,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); the checkpoint is half written, take another"
-        ) from error
+        raise UserError(f"{path} cannot be read ({error}); the checkpoint is half written, take another") from error
 
 
 def _check_fits(config: DraftConfig, tensors: dict[str, Tensor], target: Target, folder: Path) -> None:
@@ -195,9 +183,7 @@ def _check_fits(config: DraftConfig, tensors: dict[str, Tensor], target: Target,
             f"the drafter in {folder} has width {width}, target {target.name!r} has {target.hidden_size}: "
             "take the target it was trained for"
         )
-    vocab = (
-        tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.transformer.vocab_size
-    )
+    vocab = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.transformer.vocab_size
     if vocab != target.vocab_size:
         raise UserError(
             f"the drafter in {folder} has a vocabulary of {vocab}, target {target.name!r} of {target.vocab_size}: "
@@ -214,10 +200,6 @@ def _shared(copy: Tensor | None, module: Any) -> Any:
     """The target's own module, unless the folder brings other weights than the target's."""
     if copy is None or torch.equal(copy.to(module.weight), module.weight):
         return module
-    own = (
-        nn.Embedding(*copy.shape)
-        if isinstance(module, nn.Embedding)
-        else nn.Linear(*copy.T.shape, bias=False)
-    )
+    own = nn.Embedding(*copy.shape) if isinstance(module, nn.Embedding) else nn.Linear(*copy.T.shape, bias=False)
     own.weight = nn.Parameter(copy.to(module.weight), requires_grad=False)
     return own

@@ -52,9 +52,7 @@ class DraftConfig:
             raise UserError(f"draft layout {self.layout!r} is unknown; say one of {', '.join(LAYOUTS)}")
         if self.markov_head_type is not None and self.markov_head_type not in SEQUENTIAL_HEADS:
             heads = ", ".join(SEQUENTIAL_HEADS)
-            raise UserError(
-                f"markov_head_type {self.markov_head_type!r} is unknown; say null or one of {heads}"
-            )
+            raise UserError(f"markov_head_type {self.markov_head_type!r} is unknown; say null or one of {heads}")
         if self.layout == "fill_in" and (self.markov_head_type or self.confidence_head):
             raise UserError("the fill_in layout has no heads: set layout=anchor_first, or use method=dflash")
         if self.confidence_head_with_markov and self.markov_head_type is None:
@@ -248,11 +246,7 @@ class Draft(nn.Module):
         """Confidence logits [...] for previous tokens [...] and hidden [..., D]; None without the head."""
         if self.confidence_head is None:
             return None
-        markov = (
-            self.markov_head.markov_w1(previous)
-            if self.confidence_head.markov_rank and self.markov_head
-            else None
-        )
+        markov = self.markov_head.markov_w1(previous) if self.confidence_head.markov_rank and self.markov_head else None
         return self.confidence_head(hidden, markov)
 
 
@@ -262,9 +256,7 @@ def default_target_layers(count: int, *, num_layers: int) -> tuple[int, ...]:
     That formula repeats ids on shallow targets: below 8 layers ids lie evenly over 0..L-2; one tap takes L // 2.
     """
     if count < 1 or count > max(1, num_layers - 1):
-        raise UserError(
-            f"draft.num_taps={count} does not fit a target of {num_layers} layers (1..{num_layers - 1})"
-        )
+        raise UserError(f"draft.num_taps={count} does not fit a target of {num_layers} layers (1..{num_layers - 1})")
     if count == 1:
         return (num_layers // 2,)
     if num_layers < 8:
@@ -329,9 +321,7 @@ def build_draft(
 def _mask_token(target: Target) -> int:
     token = target.mask_token_id
     if token is None:
-        raise UserError(
-            f"target {target.name!r} has no mask token: set target.mask_token_id to an unused token id"
-        )
+        raise UserError(f"target {target.name!r} has no mask token: set target.mask_token_id to an unused token id")
     if not 0 <= token < target.vocab_size:
         raise UserError(f"target.mask_token_id={token} is outside the vocabulary of {target.vocab_size}")
     return int(token)

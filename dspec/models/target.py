@@ -7,6 +7,7 @@ This module knows no drafter and no decoder.
 Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,7 @@ class Target(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
-        self.mask_token_id = (
-            mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
-        )
+        self.mask_token_id = mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
         self.tap_ids: tuple[int, ...] = ()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._tapped: dict[int, Tensor] = {}
@@ -158,6 +157,14 @@ class Target(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
 
+    def fingerprint(self) -> str:
+        """A digest of the weights: what responses and drafters of this target depend on."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(weight.detach().cpu().float().sum(dtype=torch.float64).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def check_length(self, prompt: int, new: int) -> None:
         """Raises UserError when prompt and new tokens do not fit the model's positions."""
         if prompt + new > self.max_positions:
@@ -185,11 +192,15 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
     if (folder := Path(path).expanduser()).is_dir():
         path = str(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
     return Target(model.to(device), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def embedded_target(*, dtype: str, device: str) -> Target:
+    """The target that ships with dspec (3.3M parameters, trained by recipe=ar_base)."""
+    folder = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+    return load_target(path=str(folder), name="tiny", dtype=dtype, device=device, mask_token_id=None)

@@ -1,0 +1,239 @@
+"""Data modules: tokenised conversations for drafters, packed documents for the AR base.
+
+Everything is a function of the seed; shuffling state lives in torchdata's StatefulDataLoader, so a resumed run goes
+on mid-epoch. Legend: B = rows, L = positions.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from data.chat import PromptPolicy, prompt_ids, response_ids
+from data.embedded.corpus import corpus
+from data.prompts import Prompt, PromptSource
+from data.regenerate import Response, regenerate, settings_key
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.sampling import Sampling
+from dspec.errors import UserError
+from dspec.method import Batch
+from dspec.models.target import Target
+
+Document = tuple[list[int], int]  # ids, and where the response starts
+
+
+class Conversations(L.LightningDataModule):
+    """Prompts with the target's own responses (regenerated once, then read back), or with the corpus's."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        source: PromptSource,
+        policy: PromptPolicy,
+        regeneration: Mapping[str, Any] | None,
+        cache_dir: str,
+        batch_size: int,
+        max_length: int,
+        validation: int,
+        seed: int,
+    ) -> None:
+        """`regeneration` has temperature, top_p, max_new_tokens, batch_size; None takes the corpus's responses.
+        Rows longer than `max_length` tokens are cut; `validation` rows are held out of training."""
+        super().__init__()
+        self.target, self.source, self.policy = target, source, policy
+        self.regeneration = regeneration
+        self.cache_dir = Path(cache_dir).expanduser()
+        self.batch_size, self.max_length, self.validation, self.seed = batch_size, max_length, validation, seed
+        self._rows: list[Document] = []
+        if target.tokenizer is None or target.tokenizer.chat_template is None:
+            raise UserError(f"target {target.name!r} has no chat template; take an instruction-tuned target")
+
+    @property
+    def prompt_policy(self) -> dict[str, Any]:
+        return self.policy.to_dict(self.target.tokenizer)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (int(self.target.tokenizer.eos_token_id),)
+
+    def encoded(self, split: str) -> list[tuple[str, list[int]]]:
+        """(id, prompt ids) of a split; the calibration split is for STS, never for training."""
+        prompts = self.source.prompts(split)
+        return [(p.id, prompt_ids(self.target.tokenizer, p.text, self.policy)) for p in prompts]
+
+    def settings(self) -> dict[str, Any]:
+        """What the regenerated responses depend on besides the prompts."""
+        return {
+            "target": self.target.name,
+            "target_sha256": self.target.fingerprint(),
+            "prompt_policy": self.prompt_policy,
+            "regeneration": dict(self.regeneration or {}),
+            "dtype": str(self.target.dtype),
+            "seed": self.seed,
+        }
+
+    @property
+    def responses_path(self) -> Path:
+        return self.cache_dir / "responses" / f"{self.source.name}-{settings_key(self.settings())}.jsonl"
+
+    def responses(self) -> list[Response]:
+        """The target's responses to the training prompts, generated where missing."""
+        if self.regeneration is None:
+            raise UserError(
+                "data.regeneration is null: there is nothing to regenerate; set its sampling, or train as is"
+            )
+        wanted = dict(self.regeneration)
+        batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
+        return regenerate(
+            path=self.responses_path,
+            settings=self.settings(),
+            prompts=self.encoded("train"),
+            decoder=Autoregressive(target=self.target, sampling=Sampling(**wanted)),
+            stop_ids=self.stop_ids,
+            max_new_tokens=max_new,
+            batch_size=batch_size,
+            seed=self.seed,
+            describe=lambda tokens: self.target.tokenizer.decode(tokens, skip_special_tokens=True),
+        )
+
+    def prepare_data(self) -> None:
+        if self.regeneration is not None:
+            self.responses()
+
+    def setup(self, stage: str) -> None:
+        if self._rows:
+            return
+        if self.regeneration is not None:
+            self._rows = [self._row(r.prompt_tokens, r.tokens) for r in self.responses()]
+        else:
+            self._rows = [self._corpus_row(p) for p in self.source.prompts("train")]
+        self._rows = [(ids, start) for ids, start in self._rows if len(ids) > start + 1]
+        if len(self._rows) <= self.validation:
+            raise UserError(f"{len(self._rows)} usable responses leave nothing to train on; raise the prompt count")
+
+    def _row(self, prompt: Sequence[int], response: Sequence[int]) -> Document:
+        return [*prompt, *response][: self.max_length], len(prompt)
+
+    def _corpus_row(self, prompt: Prompt) -> Document:
+        if prompt.response is None:
+            raise UserError(f'prompt {prompt.id} has no "response"; add one, or set data.regeneration')
+        tokenizer = self.target.tokenizer
+        return self._row(prompt_ids(tokenizer, prompt.text, self.policy), response_ids(tokenizer, prompt.response))
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        rows = self._rows[self.validation :]
+        generator = torch.Generator().manual_seed(self.seed)
+        return StatefulDataLoader(
+            rows,
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=len(rows) >= self.batch_size,
+            collate_fn=pad,
+            generator=generator,
+        )
+
+    def val_dataloader(self) -> StatefulDataLoader:
+        return StatefulDataLoader(self._rows[: self.validation], batch_size=self.batch_size, collate_fn=pad)
+
+
+def pad(rows: Sequence[Document]) -> Batch:
+    """Right-padded rows of (ids, where the response starts); the response is supervised."""
+    length = max(len(ids) for ids, _ in rows)
+    ids_BL = torch.zeros(len(rows), length, dtype=torch.long)
+    loss_BL = torch.zeros(len(rows), length, dtype=torch.bool)
+    for i, (ids, start) in enumerate(rows):
+        ids_BL[i, : len(ids)] = torch.tensor(ids)
+        loss_BL[i, start : len(ids)] = True
+    return Batch(ids_BL, loss_BL)
+
+
+class PackedCorpus(L.LightningDataModule):
+    """The embedded corpus as packed rows of whole documents (prompt, response, end), for the AR base."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        policy: PromptPolicy,
+        counts: Mapping[str, int],
+        row_length: int,
+        batch_size: int,
+        validation: int,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.target, self.policy, self.counts = target, policy, counts
+        self.row_length, self.batch_size, self.validation, self.seed = row_length, batch_size, validation, seed
+        self._rows: list[list[Document]] = []
+
+    @property
+    def prompt_policy(self) -> dict[str, Any]:
+        return self.policy.to_dict(self.target.tokenizer)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (int(self.target.tokenizer.eos_token_id),)
+
+    def setup(self, stage: str) -> None:
+        if self._rows:
+            return
+        tokenizer = self.target.tokenizer
+        documents = []
+        for e in corpus(counts=self.counts, split="train", seed=self.seed):
+            prompt = prompt_ids(tokenizer, e.prompt, self.policy)
+            documents.append(([*prompt, *response_ids(tokenizer, e.response)], len(prompt)))
+        self._rows = pack(documents, self.row_length)
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        generator = torch.Generator().manual_seed(self.seed)
+        return StatefulDataLoader(
+            self._rows[self.validation :],
+            batch_size=self.batch_size,
+            shuffle=True,
+            drop_last=True,
+            collate_fn=self._collate,
+            generator=generator,
+        )
+
+    def val_dataloader(self) -> StatefulDataLoader:
+        return StatefulDataLoader(self._rows[: self.validation], batch_size=self.batch_size, collate_fn=self._collate)
+
+    def _collate(self, rows: Sequence[list[Document]]) -> Batch:
+        return packed_batch(rows, self.row_length)
+
+
+def pack(documents: Sequence[Document], length: int) -> list[list[Document]]:
+    """Rows of whole documents, filled in order; raises UserError for a document longer than a row."""
+    rows: list[list[Document]] = []
+    room = 0
+    for ids, start in documents:
+        if len(ids) > length:
+            raise UserError(f"a document of {len(ids)} tokens does not fit data.row_length={length}; raise it")
+        if len(ids) > room:
+            rows.append([])
+            room = length
+        rows[-1].append((ids, start))
+        room -= len(ids)
+    return rows
+
+
+def packed_batch(rows: Sequence[list[Document]], length: int) -> Batch:
+    """Responses are supervised, prompts are not; padding is document -1."""
+    ids_BL = torch.zeros(len(rows), length, dtype=torch.long)
+    document_BL = torch.full((len(rows), length), -1)
+    positions_BL = torch.zeros(len(rows), length, dtype=torch.long)
+    loss_BL = torch.zeros(len(rows), length, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        at = 0
+        for number, (ids, start) in enumerate(row):
+            end = at + len(ids)
+            ids_BL[i, at:end] = torch.tensor(ids)
+            document_BL[i, at:end] = number
+            positions_BL[i, at:end] = torch.arange(len(ids))
+            loss_BL[i, at + start : end] = True
+            at = end
+    return Batch(ids_BL, loss_BL, document_BL, positions_BL)

@@ -1,0 +1,129 @@
+"""Where training prompts come from: the embedded corpus, GSM8K, or a JSONL file of one's own.
+
+A source gives prompts for the splits "train" and "calibration", which never meet. It knows no tokenizer.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from data.embedded.corpus import corpus
+from dspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    text: str
+    response: str | None = None  # the corpus's own response, if it has one
+
+
+class PromptSource(Protocol):
+    name: str
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """Prompts of "train" or "calibration", in a fixed order."""
+        ...
+
+
+class EmbeddedPrompts:
+    """Prompts of the embedded corpus that its target was not trained on."""
+
+    name = "tiny"
+
+    def __init__(self, *, train: Mapping[str, int], calibration: Mapping[str, int], seed: int) -> None:
+        """`train` and `calibration` say how many prompts of each task."""
+        self._counts = {"train": ("draft", train), "calibration": ("calibration", calibration)}
+        self._seed = seed
+
+    def prompts(self, split: str) -> list[Prompt]:
+        own, counts = self._counts[split]
+        examples = corpus(counts=counts, split=own, seed=self._seed)
+        return [Prompt(e.id, e.prompt, e.response) for e in examples]
+
+
+def _split_by_id(prompts: list[Prompt], split: str, *, train: int, calibration: int) -> list[Prompt]:
+    """Every tenth id (by hash) belongs to calibration, the others to train; then the first so many of each."""
+    calibrates = split == "calibration"
+
+    def belongs(prompt: Prompt) -> bool:
+        return (int(hashlib.sha256(prompt.id.encode()).hexdigest(), 16) % 10 == 0) == calibrates
+
+    return [p for p in prompts if belongs(p)][: calibration if calibrates else train]
+
+
+class Gsm8kPrompts:
+    """Questions of the GSM8K training set (MIT; openai/grade-school-math)."""
+
+    name = "gsm8k"
+
+    def __init__(self, *, train: int, calibration: int) -> None:
+        self._train, self._calibration = train, calibration
+
+    def prompts(self, split: str) -> list[Prompt]:
+        rows = load_rows("gsm8k_train", hub=("openai/gsm8k", "main", "train"))
+        every = [Prompt(f"gsm8k/train/{i:05d}", row["question"], row["answer"]) for i, row in enumerate(rows)]
+        return _split_by_id(every, split, train=self._train, calibration=self._calibration)
+
+
+class JsonlPrompts:
+    """Prompts of one's own: a .jsonl (or .jsonl.gz) file with "prompt", and if you like "id" and "response", a row."""
+
+    def __init__(self, *, path: str, train: int, calibration: int) -> None:
+        self._path = Path(path).expanduser()
+        self._train, self._calibration = train, calibration
+        self.name = self._path.name.split(".")[0]
+
+    def prompts(self, split: str) -> list[Prompt]:
+        every = []
+        for number, row in read_jsonl(self._path):
+            text = row.get("prompt")
+            if not isinstance(text, str) or not text.strip():
+                raise UserError(f'{self._path}, line {number}: no text under "prompt"; give every row one')
+            every.append(Prompt(str(row.get("id", f"{self.name}/{number:06d}")), text, row.get("response")))
+        if len({p.id for p in every}) < len(every):
+            raise UserError(f'{self._path}: an "id" occurs twice; make them unique or leave them out')
+        return _split_by_id(every, split, train=self._train, calibration=self._calibration)
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, row) of a JSON Lines file, gzip or plain; raises UserError with file and line for a bad row."""
+    if not path.is_file():
+        raise UserError(f"no data file at {path}; check the path (DSPEC_DATA={os.environ.get('DSPEC_DATA', 'unset')})")
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                what = "is empty" if not line.strip() else f"is not JSON ({error})"
+                raise UserError(f"{path}, line {number} {what}; mend or delete it") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path}, line {number} is not a JSON object; mend or delete it")
+            yield number, row
+
+
+def load_rows(name: str, *, hub: tuple[str, str, str]) -> list[dict[str, Any]]:
+    """Rows of a public data set: from $DSPEC_DATA/<name>.jsonl[.gz] if that is set, else from the Hugging Face Hub."""
+    if folder := os.environ.get("DSPEC_DATA"):
+        tried = [Path(folder).expanduser() / f"{name}{suffix}" for suffix in (".jsonl.gz", ".jsonl")]
+        found = next((path for path in tried if path.is_file()), None)
+        if found is None:
+            raise UserError(
+                f"no data file {' or '.join(map(str, tried))}; put it there or unset DSPEC_DATA for the Hub"
+            )
+        return [row for _, row in read_jsonl(found)]
+    from datasets import load_dataset
+
+    repo, config, split = hub
+    try:
+        return [dict(row) for row in load_dataset(repo, config, split=split)]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load {repo} from the Hub ({type(error).__name__}); set DSPEC_DATA to a folder with {name}.jsonl.gz"
+        ) from error

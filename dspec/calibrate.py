@@ -1,0 +1,87 @@
+"""The calibration stage: decode held-out prompts, fit STS on some of them, report on the others.
+
+Traces come from true speculative decoding at the sampling the temperatures are for (temperature 1 by default: greedy
+acceptance is another event than 1 - TV). The fitting itself is dspec/calibration.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from dspec.calibration import Calibration, Traces, calibration_report, fit_sts, temperature_grid
+from dspec.decoding.base import Generation
+from dspec.decoding.proposers import DraftProposer
+from dspec.decoding.sampling import Sampling
+from dspec.decoding.speculative import Speculative
+from dspec.errors import UserError
+from dspec.models.draft import Draft
+from dspec.models.target import Target
+
+
+class CalibrateSTS:
+    """Fits one temperature a slot; all numbers come from the config."""
+
+    def __init__(
+        self,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        batch_size: int,
+        fit_share: float,
+        bins: int,
+        grid_low: float,
+        grid_high: float,
+        grid_points: int,
+        seed: int,
+    ) -> None:
+        """`fit_share` of the prompts fit the temperatures, the rest report; the grid is log-spaced and holds 1."""
+        if sampling.greedy:
+            raise UserError("calibration.sampling.temperature must be above 0: STS is fitted on sampled traces")
+        self.sampling, self.max_new_tokens, self.batch_size = sampling, max_new_tokens, batch_size
+        self.fit_share, self.bins, self.seed = fit_share, bins, seed
+        self.grid = temperature_grid(low=grid_low, high=grid_high, points=grid_points)
+
+    def __call__(
+        self, *, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
+    ) -> dict[str, Any]:
+        """Sets `draft.calibration` and returns the report. Raises UserError without a confidence head or prompts."""
+        if draft.confidence_head is None:
+            raise UserError(
+                "calibration needs draft.confidence_head=true; for a drafter without one say calibration=none"
+            )
+        if len(prompts) < 2:
+            raise UserError("calibration needs at least 2 prompts: raise the data source's calibration count")
+        decoder = Speculative(
+            target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
+        )
+        generations: list[Generation] = []
+        for start in track(range(0, len(prompts), self.batch_size), "calibration traces"):
+            batch = list(prompts[start : start + self.batch_size])
+            seeds = [self.seed * 1_000_003 + start + i for i in range(len(batch))]
+            generations += decoder.decode(batch, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids, seeds=seeds)
+        traces, prompt_N = gather(generations)
+        shares = (self.fit_share, 1 - self.fit_share)
+        fit, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
+        temperatures = fit_sts(fit, grid=self.grid, bins=self.bins)
+        draft.calibration = Calibration(tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p)
+        return {
+            "temperatures": temperatures.tolist(),
+            "sampling": self.sampling.to_dict(),
+            "rounds": {"fit": len(fit.valid_N), "report": len(report.valid_N)},
+            **calibration_report(report, temperatures, bins=self.bins),
+        }
+
+
+def gather(generations: Sequence[Generation]) -> tuple[Traces, torch.Tensor]:
+    """The rounds of all generations as Traces, and each round's prompt index [N]."""
+    rounds = [(i, r) for i, g in enumerate(generations) for r in g.rounds]
+    return (
+        Traces(
+            torch.tensor([r.confidence for _, r in rounds], dtype=torch.float64),
+            torch.tensor([r.accepted for _, r in rounds]),
+            torch.tensor([r.valid for _, r in rounds]),
+        ),
+        torch.tensor([i for i, _ in rounds]),
+    )

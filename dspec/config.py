@@ -1,0 +1,94 @@
+"""Composition of a run's config: recipes as a Hydra group, strict keys, and errors in one line with exit code 2."""
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dspec.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+
+
+def register() -> None:
+    """Makes each file of recipes/ a choice of the group `recipe`, merged at the root of the config."""
+    if not CONF.is_dir():
+        raise UserError(f"no config folder at {CONF}: install dspec from a clone with pip install -e .")
+    store = ConfigStore.instance()
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        store.store(group="recipe", name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
+    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+
+
+def _run_dir(resume: str | None, recipe: str | None) -> str:
+    """The run folder: that of the run to resume, or runs/<recipe>/<time>."""
+    return resume or f"runs/{recipe or 'custom'}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def check_keys(cfg: DictConfig, *, base: str) -> None:
+    """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
+    known = {
+        key
+        for entry in (yaml.safe_load((CONF / f"{base}.yaml").read_text("utf-8")) or {}).items()
+        for key in ([entry[0]] if entry[0] != "defaults" else [next(iter(d)) for d in entry[1] if isinstance(d, dict)])
+    }
+    if unknown := sorted(set(map(str, cfg)) - known):
+        raise UserError(f"unknown key {', '.join(unknown)}; the config has: {', '.join(sorted(known - {'recipe'}))}")
+
+
+def instantiate(node: Any, **kwargs: Any) -> Any:
+    """hydra's instantiate, with what went wrong in one line: the user's own error, or the key that does not fit."""
+    try:
+        return hydra.utils.instantiate(node, **kwargs)
+    except HydraException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        if cause is not None:
+            raise cause from error
+        inner = error.__cause__ or error
+        if isinstance(inner, TypeError | ValueError | ImportError):
+            raise UserError(f"{node.get('_target_', 'config')}: {inner}") from error
+        raise
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)
+
+
+def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Decorates a task function as a Hydra app on conf/<config>.yaml; user errors end it with exit code 2."""
+
+    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def guarded(cfg: DictConfig) -> None:
+            check_keys(cfg, base=config)
+            task(cfg)
+
+        @functools.wraps(task)
+        def main() -> None:
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra lets exceptions through to the handler below
+            warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
+            try:
+                register()
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(guarded)()
+            except (UserError, HydraException, OmegaConfBaseException) as error:
+                print(f"error: {_one_line(error)}", file=sys.stderr)
+                sys.exit(2)
+
+        return main
+
+    return decorate

@@ -1,0 +1,41 @@
+"""Decoders as configs name them: each builds one from target, drafter and sampling."""
+
+import torch
+
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.base import Decoder
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sampling import Sampling
+from dspec.decoding.speculative import Speculative
+from dspec.errors import UserError
+from dspec.models.draft import Draft
+from dspec.models.target import Target
+
+
+def autoregressive(*, target: Target, draft: Draft | None, sampling: Sampling) -> Decoder:
+    """Plain AR; the drafter is not used."""
+    return Autoregressive(target=target, sampling=sampling)
+
+
+def speculative(
+    *, target: Target, draft: Draft | None, sampling: Sampling, sequential_head: bool, confidence_threshold: float
+) -> Decoder:
+    """The trained drafter, with or without its sequential head; a threshold of 0 verifies every draft."""
+    if draft is None:
+        raise UserError("decoder=speculative needs a drafter: train one (recipe=dspark) or take decoder=autoregressive")
+    return Speculative(
+        target=target,
+        proposer=DraftProposer(draft, sequential_head=sequential_head),
+        sampling=sampling,
+        confidence_threshold=confidence_threshold,
+        calibration=draft.calibration,
+    )
+
+
+def prompt_lookup(
+    *, target: Target, draft: Draft | None, sampling: Sampling, num_drafts: int, max_ngram: int
+) -> Decoder:
+    """Drafts copied from the text so far; the drafter is not used."""
+    device = torch.device(target.device)
+    proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
+    return Speculative(target=target, proposer=proposer, sampling=sampling)

@@ -1,0 +1,52 @@
+"""The AR base: next-token cross-entropy on packed documents; the target that all other methods share.
+
+Legend: B = rows, L = positions, P = supervised positions, D = width.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Generator, nn
+
+from dspec.atomic import atomic_folder
+from dspec.attention import masks
+from dspec.losses import chunked_sum, token_loss
+from dspec.method import Batch, LossOutput
+from dspec.models.target import Target
+
+
+class ARBase(nn.Module):
+    """Trains all of a target's weights."""
+
+    def __init__(self, *, target: Target, chunk_size: int) -> None:
+        super().__init__()
+        self.target, self.chunk_size = target, chunk_size
+        target.model.requires_grad_(True)
+
+    def loss(self, batch: Batch, *, generator: Generator) -> LossOutput:
+        B, L = batch.ids_BL.shape
+        mask = None
+        if batch.document_BL is not None:
+            predicate = masks.document_causal(batch.document_BL)
+            mask = masks.dense(predicate, batch=B, queries=L, keys=L, device=batch.ids_BL.device)
+        hidden = self.target(batch.ids_BL, positions_BL=batch.positions_BL, mask=mask).hidden_BLD
+        chosen = batch.loss_BL[:, 1:]
+        total, stats = chunked_sum(
+            token_loss,
+            rows=[hidden[:, :-1][chosen]],
+            weights=[self.target.lm_head.weight],
+            constants=[batch.ids_BL[:, 1:][chosen]],
+            chunk=self.chunk_size,
+        )
+        count = chosen.sum()
+        return LossOutput(total, count, {"ce": (stats[:, 0].sum(), count), "accuracy": (stats[:, 1].sum(), count)})
+
+    def export(self, folder: Path, *, card: str) -> Path:
+        """A Hugging Face folder in bfloat16 with the tokenizer."""
+        with atomic_folder(folder / "target") as scratch:
+            model = self.target.model.to(torch.bfloat16)
+            model.save_pretrained(scratch)
+            self.target.tokenizer.save_pretrained(scratch)
+            (scratch / "README.md").write_text(card, encoding="utf-8")
+        model.float()
+        return folder / "target"

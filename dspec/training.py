@@ -1,0 +1,80 @@
+"""What the trainer needs around Lightning: atomic checkpoints, the loss history, resuming."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from dspec.atomic import atomic_file
+from dspec.errors import UserError
+
+CHECKPOINT = Path("checkpoints") / "last.ckpt"
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """A checkpoint appears whole or not at all; with a full disk the last good one stays."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        with atomic_file(Path(path)) as scratch:
+            try:
+                with scratch.open("wb") as file:
+                    torch.save(checkpoint, file)
+            except RuntimeError as error:  # what torch's zip writer makes of a full disk
+                raise OSError(str(error).splitlines()[0]) from error
+
+
+class History(L.Callback):
+    """Logged metrics by step, kept in the checkpoint so that a resumed run plots its whole curve."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        step = trainer.global_step
+        if step % trainer.log_every_n_steps == 0 and (not self.rows or self.rows[-1]["step"] < step):
+            metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("train/")}
+            self.rows.append({"step": step, **metrics})
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val/")}
+            self.rows.append({"step": trainer.global_step, **metrics})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = list(state_dict["rows"])
+
+
+def resume_checkpoint(run_dir: Path) -> str:
+    """The checkpoint to go on from; raises UserError when there is none or it cannot be read."""
+    path = run_dir / CHECKPOINT
+    if not path.is_file():
+        raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run that saved one")
+    try:
+        torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except Exception as error:  # torch raises many kinds for a torn file
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); it is damaged, start the run anew") from error
+    return str(path)
+
+
+def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
+    """Raises UserError naming the keys in which a resumed command differs from the run it resumes."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run")
+    before = json.loads(path.read_text(encoding="utf-8"))
+    old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, json.loads(json.dumps(config))))
+    odd = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and run_dir.name not in str(new.get(k)))
+    if odd:
+        raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}.{name}" if prefix else name).items()}

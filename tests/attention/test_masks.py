@@ -1,0 +1,117 @@
+"""Masks against boolean tables written out with loops, and flex attention against dense attention."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from dspec.attention import masks
+from dspec.attention.attend import attend
+
+CPU = torch.device("cpu")
+
+
+def _equal(predicate: masks.Predicate, table: list[list[list[bool]]]) -> None:
+    expected = torch.tensor(table)
+    B, Q, K = expected.shape
+    got = masks.dense(predicate, batch=B, queries=Q, keys=K, device=CPU)
+    assert got.dtype == torch.bool
+    assert torch.equal(got[:, 0], expected)
+    attended = masks.training_mask(predicate, batch=B, queries=Q, keys=K, device=CPU)
+    assert torch.equal(attended, got)
+
+
+def test_causal() -> None:
+    starts = [0, 3, 1]
+    table = [[[key <= s + q for key in range(8)] for q in range(4)] for s in starts]
+    _equal(masks.causal(torch.tensor(starts)), table)
+    assert table[1][0] == [True] * 4 + [False] * 4  # a query at position 3 sees positions 0..3
+
+
+def test_document_causal() -> None:
+    documents = [[0, 0, 1, 1, 1, -1], [4, 5, 5, 5, 6, 6]]
+    table = [[[k <= q and row[k] == row[q] for k in range(6)] for q in range(6)] for row in documents]
+    _equal(masks.document_causal(torch.tensor(documents)), table)
+
+
+def _block_table(anchors: list[int], context: int, *, block: int, keys: int) -> list[list[bool]]:
+    table = [[False] * keys for _ in range(len(anchors) * block)]
+    for n, anchor in enumerate(anchors):
+        for q in range(n * block, (n + 1) * block):
+            for key in range(min(anchor, context)):
+                table[q][key] = True
+            for other in range(block):
+                table[q][context + n * block + other] = True
+    return table
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_draft_blocks(seed: int) -> None:
+    rng = random.Random(seed)
+    block, N, context = rng.randint(1, 4), rng.randint(1, 3), rng.randint(2, 7)
+    anchors = [sorted(rng.randrange(context) for _ in range(N)) for _ in range(3)]
+    keys = context + N * block
+    predicate = masks.draft_blocks(torch.tensor(anchors), torch.full((3,), context), block=block)
+    _equal(predicate, [_block_table(row, context, block=block, keys=keys) for row in anchors])
+
+
+def test_draft_blocks_of_the_decoder() -> None:
+    """One block a row behind a ragged context: whatever lies behind the row's own block is never seen."""
+    starts, block = [2, 5, 0], 3
+    start = torch.tensor(starts)
+    table = [_block_table([s], s, block=block, keys=8) for s in starts]
+    _equal(masks.draft_blocks(start[:, None], start, block=block), table)
+    assert table[0][0] == [True] * 5 + [False] * 3
+
+
+def test_docstring_pictures() -> None:
+    draft = masks.draft_blocks(torch.tensor([[1, 3]]), torch.tensor([4]), block=2)
+    rows = masks.dense(draft, batch=1, queries=4, keys=8, device=CPU)[0, 0].int().tolist()
+    assert rows == [[1, 0, 0, 0, 1, 1, 0, 0]] * 2 + [[1, 1, 1, 0, 0, 0, 1, 1]] * 2
+    causal = masks.dense(masks.causal(torch.tensor([2])), batch=1, queries=2, keys=5, device=CPU)[0, 0]
+    assert causal.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_flex_equals_dense(groups: int) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    B, block, context, N, H, W = 2, 3, 130, 5, 4, 16
+    Q, K = N * block, context + N * block
+    anchors = torch.randint(context, (B, N), generator=generator).sort(1).values
+    anchors[0, 0] = 0  # a block without any context
+    predicates = {
+        "draft": (masks.draft_blocks(anchors, torch.full((B,), context), block=block), Q, K),
+        "causal": (masks.causal(torch.tensor([7, 100])), 20, 120),
+        "documents": (masks.document_causal(torch.arange(140).repeat(B, 1) // 33), 140, 140),
+    }
+    for name, (predicate, queries, keys) in predicates.items():
+        q, k, v = (
+            torch.randn(B, heads, length, W, generator=generator, dtype=torch.float64)
+            for heads, length in ((H, queries), (groups, keys), (groups, keys))
+        )
+        dense = masks.dense(predicate, batch=B, queries=queries, keys=keys, device=CPU)
+        flex = masks.block_mask(predicate, batch=B, queries=queries, keys=keys, device=CPU)
+        assert isinstance(flex, BlockMask)
+        out = attend(q, k, v, dense)
+        torch.testing.assert_close(attend(q, k, v, flex), out, rtol=0, atol=1e-10, msg=name)
+        k, v = (x.repeat_interleave(H // groups, 1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2) / W**0.5).masked_fill(~dense, float("-inf"))
+        torch.testing.assert_close(scores.softmax(-1) @ v, out, rtol=0, atol=1e-10, msg=name)
+
+
+def test_no_mask_attends_everywhere() -> None:
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (3, 5, 5))
+    full = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    torch.testing.assert_close(attend(q, k, v, None), attend(q, k, v, full))
+
+
+def test_predicates_work_on_any_index_shape() -> None:
+    """flex calls them with scalars, `dense` with broadcast tensors."""
+    predicate = masks.draft_blocks(torch.tensor([[1, 3]]), torch.tensor([4]), block=2)
+    whole = masks.dense(predicate, batch=1, queries=4, keys=8, device=CPU)[0, 0]
+    zero = torch.tensor(0)
+    for q, kv in itertools.product(range(4), range(8)):
+        assert bool(predicate(zero, zero, torch.tensor(q), torch.tensor(kv))) == bool(whole[q, kv])

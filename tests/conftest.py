@@ -1,0 +1,222 @@
+"""Toys shared by the property tests: tiny targets and drafters of every kind, and proposers whose quality is chosen.
+
+Everything is float64 and seeded. `toys` is this module's namespace as a fixture, since test folders import nothing
+from each other (pytest runs with --import-mode=importlib).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.proposers import Proposal
+from dspec.decoding.sampling import Sampling
+from dspec.models.draft import Draft, build_draft
+from dspec.models.target import Target
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+HEADS = (None, "vanilla", "gated", "rnn")
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+GREEDY = Sampling(temperature=0.0, top_p=1.0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def randomise(module: nn.Module, *, seed: int, scale: float) -> None:
+    """Every weight normal with deviation `scale`, biases included; norm weights around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in sorted(module.named_parameters()):
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
+
+
+def target(
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    vocab: int = 11,
+    layers: int = 3,
+    hidden: int = 16,
+    scale: float = 0.5,
+    dtype: torch.dtype = torch.float64,
+    positions: int = 128,
+    tie: bool = False,
+) -> Target:
+    """A random target with grouped-query attention; its last token id is the mask token."""
+    geometry: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": hidden + 8,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tie,
+    }
+    if family == "qwen3":
+        geometry["head_dim"] = hidden // 2
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**geometry)).to(dtype)
+    randomise(model, seed=seed, scale=scale)
+    return Target(model, None, name=f"tiny-{family}", mask_token_id=vocab - 1)
+
+
+def draft(
+    of: Target,
+    *,
+    seed: int = 0,
+    block: int = 4,
+    layout: str = "anchor_first",
+    head: str | None = None,
+    rank: int = 4,
+    confidence: bool = False,
+    with_markov: bool | None = None,
+    taps: Sequence[int] = (0, 2),
+    layers: int = 2,
+    scale: float = 0.5,
+) -> Draft:
+    """A random drafter; the confidence head reads the Markov feature where there is one, unless told otherwise."""
+    made = build_draft(
+        target=of,
+        num_layers=layers,
+        intermediate_size=None,
+        block_size=block,
+        layout=layout,
+        num_taps=len(taps),
+        target_layer_ids=taps,
+        markov_head_type=head,
+        markov_rank=rank,
+        confidence_head=confidence,
+        confidence_head_with_markov=confidence and (head is not None if with_markov is None else with_markov),
+    )
+    frozen = {id(p) for p in of.model.parameters()}
+    generator = torch.Generator().manual_seed(1000 + seed)
+    made = made.to(of.dtype)
+    with torch.no_grad():
+        for name, p in sorted(made.named_parameters()):
+            if id(p) not in frozen:
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                p.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
+    return made.eval()
+
+
+def markov_pair(*, noise: float, seed: int = 0, vocab: int = 24, block: int = 4, never: bool = False) -> tuple:
+    """A target that is a bigram up to `noise`, and a drafter whose vanilla head is that bigram (or its opposite).
+
+    With noise 0 the drafter always agrees; `never` makes it draft the target's least likely token.
+    """
+    of = target("qwen3", seed=seed, vocab=vocab, hidden=24, layers=3, scale=0.5)
+    made = draft(of, seed=seed, block=block, head="vanilla", rank=24)
+    with torch.no_grad():
+        of.embed_tokens.weight[of.mask_token_id] = 0
+        made.markov_head.markov_w1.weight.copy_(nn.functional.rms_norm(of.embed_tokens.weight, (24,)))
+        made.markov_head.markov_w2.weight.copy_(of.lm_head.weight * (-9 if never else 1))
+        for model, factor in ((of.model, noise), (made.layers, 0.0)):
+            for name, p in model.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    p.mul_(factor)
+        for norm in (of.model.get_decoder().norm, made.norm):
+            norm.weight.fill_(1.0)
+    return of, made
+
+
+def cycle_target(*, vocab: int = 32) -> Target:
+    """Greedily steps x -> x + 1 (mod vocab) whatever the context, so that all tokens of a text differ."""
+    of = target("llama", vocab=vocab, hidden=vocab, layers=2, positions=256)
+    with torch.no_grad():
+        for name, p in of.model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                p.zero_()
+        of.embed_tokens.weight.copy_(torch.eye(vocab))
+        of.lm_head.weight.copy_(torch.eye(vocab).roll(1, 0))
+        of.model.get_decoder().norm.weight.fill_(1.0)
+    return of
+
+
+def prompts(rng: random.Random, batch: int, *, vocab: int, longest: int = 9) -> list[list[int]]:
+    """Ragged random prompts without the mask token."""
+    return [[rng.randrange(vocab - 1) for _ in range(rng.randint(1, longest))] for _ in range(batch)]
+
+
+def ar(of: Target, texts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    decoder = Autoregressive(target=of, sampling=GREEDY)
+    result = decoder.decode(texts, max_new_tokens=new, stop_ids=(), seeds=[0] * len(texts))
+    return [g.tokens for g in result]
+
+
+def cut(tokens: Sequence[int], stops: Sequence[int], limit: int) -> list[int]:
+    """Tokens up to and including the first stop, at most `limit`."""
+    at = [i for i, token in enumerate(tokens) if token in stops]
+    return list(tokens[: min([limit, *(i + 1 for i in at)])])
+
+
+class OracleProposer:
+    """Knows each text's continuation and gets each draft token right with probability `accuracy`.
+
+    Checks what a decoder tells it: history must be a prefix of a known text, features must be the target's.
+    """
+
+    tap_ids: tuple[int, ...] = (0, 2)
+
+    def __init__(
+        self, of: Target, texts: Sequence[Sequence[int]], *, drafts: int, accuracy: float, seed: int, ragged: bool = False
+    ) -> None:
+        self.num_drafts, self.accuracy, self.ragged = drafts, accuracy, ragged
+        self.texts, self.vocab, self.rng = [list(t) for t in texts], of.vocab_size, random.Random(seed)
+        of.tap(self.tap_ids)
+        self.truth = [of(torch.tensor([t])).features_BLF[0] for t in self.texts]
+        self.rows: list[int] = []
+        self.seen: list[dict[int, Tensor]] = []
+        self.mistakes: list[list[int]] = []
+
+    def begin(self, features_BLF: Tensor) -> None:
+        self.rows = list(range(len(features_BLF)))
+        self.seen = [{} for _ in self.rows]
+        self.extend(features_BLF, [0] * len(self.rows))
+
+    def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
+        for row, features, start in zip(self.rows, features_BLF, start_B, strict=True):
+            self.seen[row].update({start + i: f.clone() for i, f in enumerate(features)})
+
+    def select(self, rows: Tensor) -> None:
+        self.rows = [self.rows[i] for i in rows.tolist()]
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def _check(self, row: int, history: Sequence[int]) -> None:
+        assert list(history) == self.texts[row][: len(history)]
+        seen = torch.stack([self.seen[row][i] for i in range(len(history) - 1)])
+        torch.testing.assert_close(seen, self.truth[row][: len(history) - 1], rtol=0, atol=1e-10)
+
+    def propose(
+        self, history: Sequence[Sequence[int]], *, sampling: Sampling, uniform_BJ: Tensor | None, confidence: bool
+    ) -> Proposal:
+        J, tokens, counts = self.num_drafts, [], []
+        for row, text in zip(self.rows, history, strict=True):
+            self._check(row, text)
+            known = (self.texts[row][len(text) :] + [0] * J)[:J]
+            drafts = [t if self.rng.random() < self.accuracy else (t + 1) % self.vocab for t in known]
+            tokens.append(drafts)
+            counts.append(self.rng.randint(0, J) if self.ragged else J)
+        return Proposal(torch.tensor(tokens).view(len(history), J), torch.tensor(counts))
+
+
+@pytest.fixture(scope="session")
+def toys() -> SimpleNamespace:
+    names = (
+        "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer"
+    ).split()
+    return SimpleNamespace(**{name: globals()[name] for name in names})

@@ -1,0 +1,122 @@
+"""Proposers: the cached, batched drafter against the drafter run from scratch; prompt lookup against brute force."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sampling import Sampling, Streams, draw
+
+CPU = torch.device("cpu")
+KINDS = [("fill_in", None), *(("anchor_first", head) for head in (None, "vanilla", "gated", "rnn"))]
+
+
+@torch.no_grad()
+def _from_scratch(target, draft, text: list[int], drafts: Tensor, *, with_head: bool) -> tuple[Tensor, Tensor | None]:
+    """Logits and confidence of one block after `text`, in the training form, teacher-forced on `drafts`."""
+    target.tap(draft.config.target_layer_ids)
+    features = target(torch.tensor([text])).features_BLF[:, :-1]
+    K, first = draft.config.block_size, draft.config.first_slot
+    positions = len(text) - 1 + torch.arange(K)[None]
+    block = torch.tensor([[text[-1], *[draft.config.mask_token_id] * (K - 1)]])
+    hidden = draft(block, positions, mask=None, features_BSF=features)[:, first:]
+    previous = torch.cat([torch.tensor([[text[-1]]]), drafts[None, :-1]], 1)
+    logits = draft.lm_head(hidden)
+    if draft.markov_head is not None and with_head:
+        logits = logits + draft.transition(previous, hidden) @ draft.markov_head.markov_w2.weight.T
+    confidence = draft.confidence(previous, hidden)
+    return logits[0], None if confidence is None else confidence[0]
+
+
+@pytest.mark.parametrize(("layout", "head"), KINDS)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_cached_block_equals_the_training_form(
+    toys: SimpleNamespace, layout: str, head: str | None, batch: int
+) -> None:
+    """Ragged rows over several rounds, rejected positions left behind in the cache, rows dropped on the way."""
+    rng = random.Random(batch)
+    target = toys.target("llama", seed=batch)
+    confidence = layout == "anchor_first"
+    draft = toys.draft(target, block=4, layout=layout, head=head, confidence=confidence, taps=(1, 0))
+    texts = toys.prompts(rng, batch, vocab=11)
+    warm = Sampling(temperature=0.7, top_p=0.8)
+    for with_head, sampling in itertools.product((True, False), (toys.GREEDY, warm)):
+        proposer = DraftProposer(draft, sequential_head=with_head)
+        target.tap(proposer.tap_ids)
+        J = proposer.num_drafts
+        rows, cache, streams = [[*t, 3] for t in texts], target.new_cache(), Streams(range(batch), CPU)
+        padded = torch.tensor([t + [0] * (9 - len(t)) for t in texts])
+        with torch.inference_mode():
+            proposer.begin(target(padded, cache=cache).features_BLF)
+        for turn in range(4):
+            uniform = None if sampling.greedy else streams.take(J)
+            with torch.inference_mode():
+                got = proposer.propose(rows, sampling=sampling, uniform_BJ=uniform, confidence=confidence)
+            assert got.count_B.tolist() == [J] * len(rows)
+            for b, row in enumerate(rows):
+                logits, sure = _from_scratch(target, draft, row, got.tokens_BJ[b], with_head=with_head)
+                if uniform is None:
+                    assert got.probs_BJV is None
+                    assert torch.equal(got.tokens_BJ[b], logits.argmax(-1))
+                else:
+                    law = sampling.probs(logits)
+                    torch.testing.assert_close(got.probs_BJV[b], law, rtol=0, atol=1e-10)
+                    assert torch.equal(got.tokens_BJ[b], draw(law, uniform[b]))
+                if sure is not None:
+                    torch.testing.assert_close(got.confidence_BJ[b], sure, rtol=0, atol=1e-10)
+            target.tap(proposer.tap_ids)
+            starts, width = [len(row) - 1 for row in rows], rng.randint(1, J + 1)
+            kept = [rng.randint(0, width - 1) for _ in rows]  # as many drafts are "accepted"
+            drafts = torch.randint(10, (len(rows), width - 1))
+            anchors = torch.tensor([row[-1] for row in rows])[:, None]
+            with torch.inference_mode():
+                seen = target(torch.cat([anchors, drafts], 1), start_B=starts, cache=cache).features_BLF
+                proposer.extend(seen, starts)
+            rows = [[*row, *d[:n], rng.randrange(10)] for row, d, n in zip(rows, drafts.tolist(), kept, strict=True)]
+            if turn == 1 and batch > 1:
+                keep = torch.tensor([2, 0])
+                rows = [rows[i] for i in keep.tolist()]
+                for part in (proposer, cache, streams):
+                    part.select(keep)
+
+
+def test_head_off_is_another_drafter(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    draft = toys.draft(target, head="vanilla", rank=8, scale=1.0)
+    on, off = DraftProposer(draft), DraftProposer(draft, sequential_head=False)
+    assert (on.settings()["sequential_head"], off.settings()["sequential_head"]) == ("vanilla", None)
+    features = target(torch.tensor([[1, 2, 3]])).features_BLF
+    tokens = []
+    for proposer in (on, off):
+        proposer.begin(features)
+        found = proposer.propose([[1, 2, 3, 4]], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+        assert found.confidence_BJ is None
+        tokens.append(found.tokens_BJ.tolist())
+    assert tokens[0] != tokens[1]
+
+
+def _lookup(text: list[int], *, drafts: int, ngram: int) -> list[int]:
+    """Longest n-gram first, its latest earlier occurrence, what followed it."""
+    for n in range(ngram, 0, -1):
+        starts = [s for s in range(len(text) - n) if text[s : s + n] == text[len(text) - n :]]
+        if n < len(text) and starts:
+            return text[starts[-1] + n :][:drafts]
+    return []
+
+
+def test_prompt_lookup_against_brute_force(toys: SimpleNamespace) -> None:
+    rng, counts = random.Random(0), set()
+    for _ in range(300):
+        drafts, ngram, vocab = rng.randint(1, 4), rng.randint(1, 3), rng.randint(2, 6)
+        texts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 12))] for _ in range(3)]
+        proposer = PromptLookupProposer(num_drafts=drafts, max_ngram=ngram, device=CPU)
+        got = proposer.propose(texts, sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+        assert got.probs_BJV is None
+        for text, tokens, count in zip(texts, got.tokens_BJ.tolist(), got.count_B.tolist(), strict=True):
+            assert tokens[:count] == _lookup(text, drafts=drafts, ngram=ngram)
+            counts.add(count)
+    assert counts == {0, 1, 2, 3, 4}
