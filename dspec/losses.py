@@ -29,7 +29,7 @@ class _ChunkedSum(torch.autograd.Function):
         needs = ctx.needs_input_grad[4:]
         grads = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needs, strict=True)]
         total, stats = torch.zeros((), device=tensors[0].device), []
-        for start in range(0, tensors[0].shape[0], chunk):
+        for start in range(0, max(1, tensors[0].shape[0]), chunk):  # without rows: one empty chunk
             part = slice(start, start + chunk)
             inputs = [
                 (t[part] if i < rows else t).detach().requires_grad_(need)
@@ -49,7 +49,7 @@ class _ChunkedSum(torch.autograd.Function):
             total = total + loss.detach()
             stats.append(row_stats.detach())
         ctx.grads = grads
-        stacked = torch.cat(stats) if stats else tensors[0].new_zeros(0, 0)
+        stacked = torch.cat(stats)
         ctx.mark_non_differentiable(stacked)
         return total, stacked
 

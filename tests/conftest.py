@@ -171,7 +171,14 @@ class OracleProposer:
     tap_ids: tuple[int, ...] = (0, 2)
 
     def __init__(
-        self, of: Target, texts: Sequence[Sequence[int]], *, drafts: int, accuracy: float, seed: int, ragged: bool = False
+        self,
+        of: Target,
+        texts: Sequence[Sequence[int]],
+        *,
+        drafts: int,
+        accuracy: float,
+        seed: int,
+        ragged: bool = False,
     ) -> None:
         self.num_drafts, self.accuracy, self.ragged = drafts, accuracy, ragged
         self.texts, self.vocab, self.rng = [list(t) for t in texts], of.vocab_size, random.Random(seed)
@@ -179,7 +186,6 @@ class OracleProposer:
         self.truth = [of(torch.tensor([t])).features_BLF[0] for t in self.texts]
         self.rows: list[int] = []
         self.seen: list[dict[int, Tensor]] = []
-        self.mistakes: list[list[int]] = []
 
     def begin(self, features_BLF: Tensor) -> None:
         self.rows = list(range(len(features_BLF)))

@@ -132,7 +132,7 @@ class DFlash(nn.Module):
             chunk=self.chunk_size,
         )
         slot_P = torch.arange(slots, device=chosen.device).expand(chosen.shape)[chosen]
-        ce, l1, match = stats.unbind(-1) if stats.numel() else (weight_P, weight_P, weight_P)
+        ce, l1, match = stats.unbind(-1)
         count_J = torch.bincount(slot_P, minlength=slots).to(weight_P)
 
         def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -113,10 +114,23 @@ def from_pretrained(folder: str | Path, *, target: Target, layout: str | None = 
                 raise UserError(f"{folder}/model.safetensors: tensor {name} has shape {shapes}")
             parameter.copy_(tensors[name])
     own = raw.get("dspec") or {}
-    if own.get("calibration"):
-        draft.calibration = Calibration.from_dict(own["calibration"])
+    draft.calibration = _calibration(own.get("calibration"), config, folder)
     draft.prompt_policy = own.get("prompt_policy") or {}
     return draft.eval()
+
+
+def _calibration(stored: dict[str, Any] | None, config: DraftConfig, folder: Path) -> Calibration | None:
+    if not stored:
+        return None
+    try:
+        calibration = Calibration.from_dict(stored)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder}/config.json holds no valid calibration ({error}); calibrate again") from error
+    if (fitted := len(calibration.temperatures)) != config.num_drafts:
+        raise UserError(
+            f"{folder}/config.json holds {fitted} STS temperatures for {config.num_drafts} drafts; calibrate again"
+        )
+    return calibration
 
 
 def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> DraftConfig:
@@ -132,13 +146,15 @@ def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> Dr
         raise UserError(
             f"{folder}/config.json does not say its slot layout: pass layout=fill_in (z-lab) or anchor_first"
         )
-    nested = raw.get("dflash_config") or {}
-    flat = {**raw, **nested}
     try:
+        flat = {**raw, **(raw.get("dflash_config") or {})}
         is_dspark = architecture == DEEPSPEC
         rank = int(raw.get("markov_rank") or 0)
+        transformer = Qwen3Config(**{k: v for k, v in raw.items() if k not in _OWN_KEYS})
+        if "sliding_attention" in (transformer.layer_types or ()):
+            raise UserError(f"the drafter in {folder} has sliding-window layers, which dspec's drafter does not model")
         return DraftConfig(
-            transformer=Qwen3Config(**{k: v for k, v in raw.items() if k not in _OWN_KEYS}),
+            transformer=transformer,
             layout=layout,
             block_size=int(flat["block_size"]),
             target_layer_ids=tuple(flat["target_layer_ids"]),
@@ -149,8 +165,9 @@ def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> Dr
             confidence_head=is_dspark and bool(raw["enable_confidence_head"]),
             confidence_head_with_markov=is_dspark and rank > 0 and bool(raw["confidence_head_with_markov"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder}/config.json is not a DeepSpec or z-lab drafter config (at {error})") from error
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{folder}/config.json is not a DeepSpec or z-lab drafter config (at {reason})") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -273,9 +273,7 @@ def test_end_to_end_law(toys: SimpleNamespace, threshold: float) -> None:
     target, draft = _pair(toys)
     expected = target_law(_model(target, WARPED), VOCAB)
     assert min(expected.values()) == 0  # top_p cuts something
-    decoder = Speculative(
-        target=target, proposer=DraftProposer(draft), sampling=WARPED, confidence_threshold=threshold
-    )
+    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=WARPED, confidence_threshold=threshold)
     counts, rounds = _sample(decoder, SAMPLES)
     drafted = [r for r in rounds if r.valid]
     assert 0.2 < sum(r.accepted > 0 for r in drafted) / len(drafted) < 0.9

@@ -1,0 +1,186 @@
+"""Chunked losses against naive ones, in value and gradient.
+
+Legend: P = supervised positions, D = width, R = rank of the transition code, V = vocabulary.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspec.losses import chunked_sum, confidence_loss, decay_weights, draft_loss, token_loss
+
+P, D, R, V = 11, 5, 3, 7
+EXACT = {"rtol": 0, "atol": 1e-10}
+CHUNKS = [1, 3, P, P + 5]
+
+
+def _rand(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _inputs(rank: int = R) -> dict[str, Tensor]:
+    return {
+        "hidden": _rand(P, D, seed=0).requires_grad_(),
+        "code": _rand(P, rank, seed=1).requires_grad_(),
+        "w2": _rand(V, rank, seed=2).requires_grad_(),
+        "weight": _rand(P, seed=3).abs(),
+        "label": torch.randint(V, (P,), generator=torch.Generator().manual_seed(4)),
+        "target": _rand(P, D, seed=5),
+        "head": _rand(V, D, seed=6),
+        "target_head": _rand(V, D, seed=7),
+    }
+
+
+def _naive(x: dict[str, Tensor], *, ce: float, tv: float) -> tuple[Tensor, list[list[float]]]:
+    """Row by row and token by token, with explicit softmax."""
+    total, stats = torch.zeros((), dtype=torch.float64), []
+    for i in range(P):
+        logits = [x["head"][v] @ x["hidden"][i] + x["w2"][v] @ x["code"][i] for v in range(V)]
+        teacher = [x["target_head"][v] @ x["target"][i] for v in range(V)]
+        q, p = (torch.stack([z.exp() for z in row]) for row in (logits, teacher))
+        q, p = q / q.sum(), p / p.sum()
+        cross = -q[x["label"][i]].log()
+        distance = sum((q[v] - p[v]).abs() for v in range(V))
+        total = total + x["weight"][i] * (ce * cross + tv * distance)
+        stats.append([float(cross.detach()), float(distance.detach()), float(q.argmax() == p.argmax())])
+    return total, stats
+
+
+def _chunked(x: dict[str, Tensor], *, ce: float, tv: float, chunk: int) -> tuple[Tensor, Tensor]:
+    return chunked_sum(
+        draft_loss(x["head"], x["target_head"], ce_weight=ce, tv_weight=tv),
+        rows=[x["hidden"], x["code"]],
+        weights=[x["w2"]],
+        constants=[x["weight"], x["label"], x["target"]],
+        chunk=chunk,
+    )
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize(("ce", "tv"), [(1.0, 0.0), (0.0, 1.0), (0.1, 0.9)])
+def test_draft_loss_equals_the_naive_one(ce: float, tv: float, chunk: int) -> None:
+    x, y = _inputs(), _inputs()
+    total, stats = _chunked(x, ce=ce, tv=tv, chunk=chunk)
+    expected, rows = _naive(y, ce=ce, tv=tv)
+    torch.testing.assert_close(total, expected, **EXACT)
+    torch.testing.assert_close(stats, torch.tensor(rows, dtype=torch.float64), **EXACT)
+    (3 * total).backward()
+    (3 * expected).backward()
+    for name in ("hidden", "code", "w2"):
+        assert (x[name].grad != 0).any()
+        torch.testing.assert_close(x[name].grad, y[name].grad, **EXACT)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_without_a_sequential_head(chunk: int) -> None:
+    """R = 0: no bias, and a code that needs a gradient gets an empty one."""
+    x, y = _inputs(rank=0), _inputs(rank=0)
+    total, _ = _chunked(x, ce=0.3, tv=0.7, chunk=chunk)
+    expected, _ = _naive(y, ce=0.3, tv=0.7)
+    torch.testing.assert_close(total, expected, **EXACT)
+    total.backward()
+    expected.backward()
+    torch.testing.assert_close(x["hidden"].grad, y["hidden"].grad, **EXACT)
+    assert x["code"].grad.shape == (P, 0)
+
+
+@pytest.mark.parametrize("chunk", [2, P])
+def test_gradcheck(chunk: int) -> None:
+    x = _inputs()
+
+    def loss(hidden: Tensor, code: Tensor, w2: Tensor) -> Tensor:
+        return _chunked(x | {"hidden": hidden, "code": code, "w2": w2}, ce=0.4, tv=0.6, chunk=chunk)[0]
+
+    assert torch.autograd.gradcheck(loss, (x["hidden"], x["code"], x["w2"]), atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_token_loss(chunk: int) -> None:
+    """Next-token loss, whose head is a weight that is trained."""
+    hidden, head = _rand(P, D, seed=0).requires_grad_(), _rand(V, D, seed=1).requires_grad_()
+    label = _inputs()["label"]
+    total, stats = chunked_sum(token_loss, rows=[hidden], weights=[head], constants=[label], chunk=chunk)
+    log_p = (hidden @ head.T).log_softmax(-1)
+    expected = -log_p.gather(1, label[:, None])[:, 0]
+    torch.testing.assert_close(total, expected.sum(), **EXACT)
+    torch.testing.assert_close(stats[:, 0], expected, **EXACT)
+    assert torch.equal(stats[:, 1], (log_p.argmax(-1) == label).double())
+    for got, want in zip(
+        torch.autograd.grad(total, (hidden, head)), torch.autograd.grad(expected.sum(), (hidden, head)), strict=True
+    ):
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_at_most_a_chunk_of_rows_exists_at_a_time(chunk: int) -> None:
+    x, seen = _inputs(), []
+
+    def spy(a: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        assert w.shape == (V, R)
+        assert len(a) == len(c)
+        seen.append(len(a))
+        return (a.sum(1) * c).sum() * w.sum(), a.detach()
+
+    total, stats = chunked_sum(spy, rows=[x["hidden"]], weights=[x["w2"]], constants=[x["weight"]], chunk=chunk)
+    assert max(seen) <= chunk
+    assert sum(seen) == P  # one pass forward ...
+    total.backward()
+    assert sum(seen) == P  # ... and none backward
+    assert torch.equal(stats, x["hidden"])
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    x = _inputs()
+    x["w2"].requires_grad_(False)
+    total, stats = _chunked(x, ce=1.0, tv=1.0, chunk=4)
+    assert not stats.requires_grad
+    total.backward()
+    assert x["w2"].grad is None
+    assert x["hidden"].grad is not None
+    frozen = {name: t.detach() for name, t in x.items()}
+    assert not _chunked(frozen, ce=1.0, tv=1.0, chunk=4)[0].requires_grad
+
+
+def test_no_rows_at_all() -> None:
+    x = _inputs()
+    empty: dict[str, Any] = {name: t[:0] for name, t in x.items() if name not in ("w2", "head", "target_head")}
+    total, stats = _chunked(x | empty, ce=1.0, tv=1.0, chunk=4)
+    assert float(total.detach()) == 0
+    assert stats.shape == (0, 3)
+    total.backward()
+    assert (x["w2"].grad == 0).all()
+
+
+def test_low_precision_is_summed_in_float32() -> None:
+    """bf16 logits are widened before the softmax: the loss is that of the rounded logits."""
+    x = {name: t if name in ("label", "weight") else t.detach().bfloat16() for name, t in _inputs().items()}
+    x["weight"] = x["weight"].float()
+    total, stats = _chunked(x, ce=0.5, tv=0.5, chunk=4)
+    assert total.dtype == stats.dtype == torch.float32
+    wide = {name: t if name == "label" else t.double() for name, t in x.items()}
+    logits = ((x["hidden"] @ x["head"].T) + (x["code"] @ x["w2"].T)).double()
+    cross = -logits.log_softmax(-1).gather(1, wide["label"][:, None])[:, 0]
+    torch.testing.assert_close(stats[:, 0].double(), cross, rtol=1e-5, atol=1e-5)
+
+
+def test_decay_weights() -> None:
+    expected = [math.exp(-k / 4.0) for k in range(7)]
+    torch.testing.assert_close(decay_weights(7, gamma=4.0), torch.tensor(expected))
+    assert decay_weights(3, gamma=1e9).tolist() == pytest.approx([1, 1, 1])
+
+
+def test_confidence_loss() -> None:
+    logits = _rand(P, seed=0).requires_grad_()
+    l1 = (_rand(P, seed=1).sigmoid() * 2).requires_grad_()
+    got = confidence_loss(logits, l1)
+    c = 1 - l1.detach() / 2
+    p = logits.sigmoid()
+    torch.testing.assert_close(got, -(c * p.log() + (1 - c) * (1 - p).log()), **EXACT)
+    got.sum().backward()
+    assert l1.grad is None  # the aim is not differentiated
+    torch.testing.assert_close(logits.grad, (p - c).detach(), **EXACT)
+    edge = confidence_loss(torch.tensor([90.0, -90.0, 90.0]), torch.tensor([0.0, 2.0, 2.0]))
+    torch.testing.assert_close(edge, torch.tensor([0.0, 0.0, 90.0]))
