@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dspec.config import entry_point, instantiate
 from dspec.decoding.base import Decoder
 from dspec.errors import UserError
 
@@ -121,3 +123,17 @@ def regenerate(
         except OSError as error:
             raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
     return [done[name] for name, _ in prompts]
+
+
+def _task(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    module = instantiate(cfg.data, target=target)
+    responses = module.responses()
+    tokens = sum(len(r.tokens) for r in responses)
+    print(f"{len(responses)} responses, {tokens} tokens: {module.responses_path}")
+
+
+main = entry_point(config="train")(_task)
+
+if __name__ == "__main__":
+    main()

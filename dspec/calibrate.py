@@ -43,16 +43,22 @@ class CalibrateSTS:
         self.fit_share, self.bins, self.seed = fit_share, bins, seed
         self.grid = temperature_grid(low=grid_low, high=grid_high, points=grid_points)
 
+    def check(self, draft: Draft | None) -> None:
+        """Raises UserError for a drafter without a confidence head."""
+        if draft is None or draft.confidence_head is None:
+            raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=none")
+
     def __call__(
         self, *, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
     ) -> dict[str, Any]:
-        """Sets `draft.calibration` and returns the report. Raises UserError without a confidence head or prompts."""
-        if draft.confidence_head is None:
+        """Sets `draft.calibration` and returns the report. Raises UserError when there are too few prompts."""
+        self.check(draft)
+        fits = round(len(prompts) * self.fit_share)
+        if not 0 < fits < len(prompts):
             raise UserError(
-                "calibration needs draft.confidence_head=true; for a drafter without one say calibration=none"
+                f"{len(prompts)} calibration prompts leave nothing to fit or to report on at "
+                f"fit_share={self.fit_share}: raise the data source's calibration count"
             )
-        if len(prompts) < 2:
-            raise UserError("calibration needs at least 2 prompts: raise the data source's calibration count")
         decoder = Speculative(
             target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
         )

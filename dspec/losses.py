@@ -72,7 +72,7 @@ def chunked_sum(
     `fn(*rows, *weights, *constants)` gets the chunk's slice of each row tensor [P, ...], the weights whole and the
     slices of the constants, and returns (scalar sum, statistics [p, M]). Gradients flow to rows and weights only.
     """
-    total, stats = _ChunkedSum.apply(fn, chunk, tuple(constants), len(rows), *rows, *weights)  # type: ignore[no-untyped-call]
+    total, stats = _ChunkedSum.apply(fn, chunk, tuple(constants), len(rows), *rows, *weights)
     return total, stats
 
 

@@ -32,7 +32,7 @@ class Batch:
 
     def to(self, device: object) -> "Batch":
         def move(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.to(device)  # type: ignore[call-overload, no-any-return]
+            return None if t is None else t.to(device)  # type: ignore[call-overload]
 
         return Batch(self.ids_BL.to(device), self.loss_BL.to(device), move(self.document_BL), move(self.positions_BL))  # type: ignore[call-overload]
 

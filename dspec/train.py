@@ -20,7 +20,7 @@ from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
 from dspec.lit_module import LitModule
 from dspec.models.draft import Draft
-from dspec.models.target import Target
+from dspec.models.target import Target, check_bfloat16
 from dspec.provenance import provenance
 from dspec.training import AtomicCheckpointIO, History, check_same_config, resume_checkpoint
 
@@ -51,6 +51,9 @@ def train(cfg: DictConfig) -> None:
     calibrate = instantiate(cfg.calibration)
     contenders, benchmarks = instantiate(cfg.decoder), instantiate(cfg.benchmark)
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
+    if calibrate is not None:
+        calibrate.check(draft)
+    evaluation.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
     write_json(run_dir / "config.json", plain)
 
     history = History()
@@ -61,6 +64,8 @@ def train(cfg: DictConfig) -> None:
         logger=instantiate(cfg.logger),
         plugins=[AtomicCheckpointIO()],
     )
+    if "bf16" in str(trainer.precision) and trainer.strategy.root_device.type == "cpu":
+        check_bfloat16()
     module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
     log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
     trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)

@@ -69,7 +69,8 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
         raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run")
     before = json.loads(path.read_text(encoding="utf-8"))
     old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, json.loads(json.dumps(config))))
-    odd = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and run_dir.name not in str(new.get(k)))
+    differing = (k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
+    odd = sorted(k for k in differing if run_dir.name not in str(new.get(k)))  # paths may be written in two ways
     if odd:
         raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")
 
@@ -77,4 +78,6 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
         return {prefix: value}
-    return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}.{name}" if prefix else name).items()}
+    return {
+        k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
+    }

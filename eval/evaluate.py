@@ -78,6 +78,29 @@ class Evaluation:
         self.warmup, self.seed = warmup, seed
         self.generate_prompts, self.generate_floor = generate_prompts, generate_floor
 
+    def check(
+        self,
+        *,
+        target: Target,
+        contenders: Mapping[str, Contender],
+        benchmarks: Mapping[str, Benchmark],
+        policy: PromptPolicy,
+    ) -> dict[str, list[tuple[str, list[int]]]]:
+        """(id, prompt ids) of each benchmark. Raises UserError without the AR baseline, for no benchmark, and for
+        a prompt that does not fit the context."""
+        if BASELINE not in contenders:
+            raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
+        encoded = {
+            name: [(item.id, prompt_ids(target.tokenizer, item.prompt, policy)) for item in benchmark.items()]
+            for name, benchmark in benchmarks.items()
+        }
+        if not all(encoded.values()) or not encoded:
+            raise UserError("a benchmark has no prompts: set its count to at least 1")
+        for name, prompts in encoded.items():
+            for _, ids in prompts:
+                target.check_length(len(ids), benchmarks[name].max_new_tokens)
+        return encoded
+
     def __call__(
         self,
         *,
@@ -89,15 +112,7 @@ class Evaluation:
         stop_ids: Sequence[int],
     ) -> tuple[list[Row], dict[str, Any]]:
         """All rows, and the check of our AR loop against transformers' generate."""
-        if BASELINE not in contenders:
-            raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
-        encoded = {
-            name: [(item.id, prompt_ids(target.tokenizer, item.prompt, policy)) for item in benchmark.items()]
-            for name, benchmark in benchmarks.items()
-        }
-        for name, prompts in encoded.items():
-            for _, ids in prompts:
-                target.check_length(len(ids), benchmarks[name].max_new_tokens)
+        encoded = self.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=policy)
         total = sum(map(len, encoded.values())) * len(self.samplings) * len(contenders)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         rows: list[Row] = []

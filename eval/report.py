@@ -30,7 +30,9 @@ class Report:
         console.print(note if check["trusted"] else f"{note}, below {check['floor']}: no speedup is shown")
         if results["calibration"] is not None:
             before, after = (100 * results["calibration"][f"mean_ece_{when}"] for when in ("before", "after"))
-            console.print(f"STS: mean ECE over slots {before:.1f} % before, {after:.1f} % after (held-out report split)")
+            console.print(
+                f"STS: mean ECE over slots {before:.1f} % before, {after:.1f} % after (held-out report split)"
+            )
         console.print(f"results, plots and checkpoint: {run_dir}", soft_wrap=True)
 
     def card(self, *, target: str, run: dict[str, Any], command: str | None) -> str:
@@ -49,7 +51,7 @@ def _loss(history: Sequence[dict[str, float]], path: Path) -> None:
     rows = [row for row in history if "train/loss" in row]
     if rows:
         names = [n for n in ("loss", "ce", "tv", "confidence") if f"train/{n}" in rows[0]]
-        plot_loss([row["step"] for row in rows], {n: [row[f"train/{n}"] for row in rows] for n in names}, path)
+        plot_loss([int(row["step"]) for row in rows], {n: [row[f"train/{n}"] for row in rows] for n in names}, path)
 
 
 def _acceptance(rows: Rows, folder: Path) -> None:

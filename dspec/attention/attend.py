@@ -22,7 +22,7 @@ def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, mask: Mask) -> Tensor
     """
     if isinstance(mask, BlockMask):
         flex = _compiled_flex() if q_BHQD.is_cuda else flex_attention
-        return flex(q_BHQD, k_BGKD, v_BGKD, block_mask=mask, enable_gqa=True)  # type: ignore[operator, no-any-return]
+        return flex(q_BHQD, k_BGKD, v_BGKD, block_mask=mask, enable_gqa=True)  # type: ignore[operator]
     groups = q_BHQD.shape[1] // k_BGKD.shape[1]
     if groups > 1:
         k_BGKD = k_BGKD.repeat_interleave(groups, dim=1)

@@ -8,8 +8,11 @@ Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = voc
 """
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,6 +27,8 @@ from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+DTYPES = ("float32", "bfloat16", "float64")
+_BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
@@ -184,11 +189,25 @@ def _norms_in_double(model: nn.Module) -> None:
                 setattr(parent, name, norm)
 
 
+@cache
+def check_bfloat16() -> None:
+    """Raises UserError where a bfloat16 product kills the process (CPUs that list AMX but may not use it)."""
+    if subprocess.run([sys.executable, "-c", _BF16_PRODUCT], stderr=subprocess.DEVNULL).returncode < 0:
+        raise UserError(
+            "bfloat16 crashes on this CPU (illegal instruction in oneDNN): set the environment variable "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or take target.dtype=float32 trainer.precision=32-true"
+        )
+
+
 def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> Target:
     """A target from a local folder or the Hub; `dtype` float32 | bfloat16 | float64.
 
     Raises UserError when the model or its tokenizer cannot be had.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"target.dtype={dtype} is unknown; say one of {', '.join(DTYPES)}")
+    if dtype == "bfloat16" and torch.device(device).type == "cpu":
+        check_bfloat16()
     if (folder := Path(path).expanduser()).is_dir():
         path = str(folder)
     try:

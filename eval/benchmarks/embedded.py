@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from data.embedded.corpus import generate
-from data.embedded.scoring import score_functions, score_problem
+from data.embedded.scoring import FunctionItem, score_functions, score_problem
 from eval.benchmarks.base import Item
 
 
@@ -37,5 +37,5 @@ class Functions:
         return [Item(e.id, e.prompt) for e in self._examples]
 
     def score(self, answers: Sequence[str]) -> list[bool]:
-        items = [(e.prompt, body, e.tests) for body, e in zip(answers, self._examples, strict=True)]
+        items = [FunctionItem(e.prompt, body, e.tests) for body, e in zip(answers, self._examples, strict=True)]
         return score_functions(items, timeout_s=self._timeout_s)

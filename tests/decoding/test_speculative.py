@@ -1,6 +1,7 @@
 """Speculative decoding: equal to autoregressive decoding token for token, and its bookkeeping."""
 
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -242,6 +243,21 @@ def test_confidence_record_and_threshold(toys: SimpleNamespace) -> None:
     assert len({r.drafted for g in cut for r in g.rounds}) > 2
     plain = _greedy(toys, target, DraftProposer(draft), texts, new=10)
     assert all(r.confidence == () for g in plain for r in g.rounds)
+
+
+def test_threshold_cuts_at_the_first_slot_that_is_not_sure(toys: SimpleNamespace) -> None:
+    """A sure slot behind an unsure one is not sent: its confidence has seen the token before it."""
+    logits = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    counts = torch.arange(200) % 5
+    lookup = PromptLookupProposer(num_drafts=4, max_ngram=1, device=CPU)
+    for scale in (None, (0.1, 1.0, 2.0, 5.0)):
+        decoder = Speculative(target=toys.target(), proposer=lookup, sampling=WARM, confidence_threshold=0.6)
+        decoder.temperatures = scale
+        proposal = Proposal(torch.zeros(200, 4, dtype=torch.long), counts.clone(), confidence_BJ=logits)
+        decoder._truncate(proposal)
+        for row, count, got in zip(logits.tolist(), counts.tolist(), proposal.count_B.tolist(), strict=True):
+            sure = [1 / (1 + math.exp(-z / t)) >= 0.6 for z, t in zip(row, scale or (1,) * 4, strict=True)]
+            assert got == next((k for k in range(count) if not sure[k]), count)
 
 
 def test_calibration_is_used_where_it_applies(toys: SimpleNamespace) -> None:

@@ -98,7 +98,7 @@ def _at(method: DFlash, batch: Batch, anchors: Tensor, valid: Tensor) -> LossOut
 def test_labels_and_supervision_against_brute_force(toys: SimpleNamespace, layout: str, block: int) -> None:
     method = _method(toys, layout=layout, block=block)
     batch, L = _batch(length=12), 12
-    anchors = torch.tensor([[2, 4, 5, 10, 0], [3, 6, 7, 9, 0], [4, 8, 5, 6, 0]])
+    anchors = torch.tensor([[2, 4, 5, 10, 3], [3, 6, 7, 9, 5], [4, 8, 5, 6, 4]])
     valid = torch.tensor([[True] * 4 + [False]] * 3)
     blocks = method.draft_blocks(batch, method.target(batch.ids_BL), anchors, valid)
     J = block - (layout == "fill_in")

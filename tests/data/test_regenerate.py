@@ -1,0 +1,88 @@
+"""Regeneration: nothing lost, nothing doubled, and an interrupted file equals an unbroken one."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from data.regenerate import prompt_seed, read_responses, regenerate
+from dspec.decoding.base import Generation
+from dspec.errors import UserError
+
+SETTINGS = {"target": "fake", "temperature": 1.0}
+PROMPTS = [(f"p{i}", [i] * (1 + i % 5)) for i in range(23)]
+
+
+class FakeDecoder:
+    """Tokens that depend on prompt, seed and the shape of the batch; may die in a given call."""
+
+    def __init__(self, die_at: int | None = None) -> None:
+        self.calls, self.die_at = 0, die_at
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int], seeds: Sequence[int]
+    ) -> list[Generation]:
+        self.calls += 1
+        if self.calls == self.die_at:
+            raise KeyboardInterrupt
+        shape = len(prompts)
+        return [Generation([p[0], s % 97, shape], stopped=True) for p, s in zip(prompts, seeds, strict=True)]
+
+
+def run(path: Path, decoder: FakeDecoder, *, seed: int = 0, settings: dict[str, object] | None = None) -> list[object]:
+    return list(
+        regenerate(
+            path=path,
+            settings=settings or SETTINGS,
+            prompts=PROMPTS,
+            decoder=decoder,  # type: ignore[arg-type]
+            stop_ids=(1,),
+            max_new_tokens=8,
+            batch_size=4,
+            seed=seed,
+            describe=str,
+        )
+    )
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("cut", [1, 9, 40, 133, 500])
+@pytest.mark.parametrize("die_at", [1, 2, 4, 6])
+def test_interrupted_equals_unbroken(tmp_path: Path, die_at: int, cut: int) -> None:
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    expected = run(whole, FakeDecoder())
+    with pytest.raises(KeyboardInterrupt):
+        run(broken, FakeDecoder(die_at))
+    broken.write_bytes(broken.read_bytes()[:-cut])  # a torn tail, as kill -9 leaves it
+    assert run(broken, FakeDecoder()) == expected
+    assert sorted(map(str, rows(broken))) == sorted(map(str, rows(whole)))
+
+
+def test_finished_file_is_only_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    first, decoder = run(path, FakeDecoder()), FakeDecoder()
+    assert run(path, decoder) == first
+    assert decoder.calls == 0
+    assert [r.id for r in first] == [name for name, _ in PROMPTS]
+
+
+def test_seed_and_settings_matter(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    assert run(path, FakeDecoder()) != run(tmp_path / "s.jsonl", FakeDecoder(), seed=1)
+    with pytest.raises(UserError, match="other settings"):
+        run(path, FakeDecoder(), settings={"target": "another"})
+    assert prompt_seed(0, "a") != prompt_seed(0, "b")
+
+
+def test_malformed_inner_row_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    run(path, FakeDecoder())
+    lines = path.read_text().splitlines()
+    lines[3] = "{oops"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=r"r\.jsonl, line 4"):
+        read_responses(path, SETTINGS)

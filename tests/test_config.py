@@ -1,0 +1,75 @@
+"""Bad input gets one line with the mend and exit code 2, before anything is trained."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dspec.train import main
+
+Failing = Callable[..., str]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Failing:
+    """Runs the job, expects exit code 2 and returns its one line."""
+
+    def call(*args: str) -> str:
+        monkeypatch.setenv("DSPEC_CACHE", str(tmp_path / "cache"))
+        where = [] if any(a.startswith("resume=") for a in args) else [f"hydra.run.dir={tmp_path / 'run'}"]
+        monkeypatch.setattr(sys, "argv", ["dspec.train", *args, *where])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert exit_.value.code == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["recipe=dsprak"], ["dsprak", "dspark", "dflash", "ar_base"]),
+        (["target=nope"], ["target/nope", "tiny", "smollm2_135m"]),
+        (["recipe=dspark", "sed=1"], ["sed"]),
+        (["recipe=dspark", "+foo=1"], ["foo", "seed"]),
+        (["recipe=dspark", "+method.num_anchor=3"], ["num_anchor"]),
+        (["recipe=dspark", "method.num_anchrs=3"], ["num_anchrs"]),
+        (["recipe=dspark", "+trainer.max_stps=3"], ["max_stps"]),
+        (["recipe=dspark", "draft.layout=both"], ["layout", "anchor_first", "fill_in"]),
+        (["recipe=dspark", "draft.layout=fill_in"], ["fill_in", "anchor_first"]),
+        (["recipe=dspark", "draft.markov_head_type=lstm"], ["lstm", "vanilla", "gated", "rnn"]),
+        (["recipe=dspark", "draft.target_layer_ids=[0,99]"], ["99", "out of range", "0..5"]),
+        (["recipe=dspark", "draft.num_taps=9"], ["num_taps=9"]),
+        (["recipe=dspark", "method=dflash"], ["without heads", "method=dspark"]),
+        (["recipe=dflash", "calibration=sts"], ["confidence_head"]),
+        (["recipe=dspark", "target=hf", "target.path=/no/such"], ["/no/such"]),
+        (["recipe=dspark", "data=jsonl", "benchmark=tiny", "data.source.path=/no/such.jsonl"], ["/no/such.jsonl"]),
+        (["recipe=dspark", "resume=/no/such/run"], ["nothing to resume", "/no/such/run"]),
+        (["recipe=dspark", "benchmark.problems.max_new_tokens=2000"], ["max_new_tokens", "context"]),
+        (["recipe=dspark", "target.dtype=float8"], ["float8"]),
+        (["recipe=dspark", "draft=none"], ["draft"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else None,
+)
+def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list[str]) -> None:
+    line = failing(*args)
+    for word in words:
+        assert word in line
+
+
+def test_mistyped_key_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
+    folder = tmp_path / "own" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /method: dspark\nsead: 3\n")
+    assert "sead" in failing("--config-dir", str(tmp_path / "own"), "recipe=mine")
+    (folder / "mine.yaml").write_text("# @package _global_\nmethod:\n  nm_anchors: 3\n")
+    assert "nm_anchors" in failing("--config-dir", str(tmp_path / "own"), "recipe=mine")
+
+
+def test_gsm8k_without_data(failing: Failing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DSPEC_DATA", str(tmp_path))
+    assert str(tmp_path) in failing("recipe=dspark", "data=gsm8k")

@@ -1,0 +1,168 @@
+"""The embedded target and the drafters that the recipes train against it, at full training budget (slow).
+
+Taus come from batched decoding of the benchmark prompts: the same tokens as prompt by prompt, in less time.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data.chat import PromptPolicy, prompt_ids
+from data.embedded.corpus import corpus
+from data.prompts import EmbeddedPrompts
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sampling import Sampling
+from dspec.decoding.speculative import Speculative
+from dspec.models.checkpoint import from_pretrained
+from dspec.models.target import Target, embedded_target
+from dspec.train import main
+from eval.benchmarks.base import Benchmark
+from eval.benchmarks.embedded import Functions, Problems
+from eval.evaluate import acceptance, counts
+
+GREEDY, SAMPLED = Sampling(temperature=0.0, top_p=1.0), Sampling(temperature=1.0, top_p=1.0)
+POLICY = PromptPolicy(system=None, thinking=False)
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    return {
+        "problems": Problems(count=100, unseen=False, max_new_tokens=256, seed=0),
+        "problems_unseen": Problems(count=60, unseen=True, max_new_tokens=256, seed=0),
+        "functions": Functions(count=80, max_new_tokens=192, timeout_s=5.0, seed=0),
+    }
+
+
+def decode(target: Target, decoder: Decoder, benchmark: Benchmark) -> list[Generation]:
+    prompts = [prompt_ids(target.tokenizer, item.prompt, POLICY) for item in benchmark.items()]
+    return decoder.decode(
+        prompts,
+        max_new_tokens=benchmark.max_new_tokens,
+        stop_ids=(target.tokenizer.eos_token_id,),
+        seeds=list(range(len(prompts))),
+    )
+
+
+def pooled(target: Target, decoder: Decoder) -> list[Generation]:
+    return [g for benchmark in benchmarks().values() for g in decode(target, decoder, benchmark)]
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    return embedded_target(dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Run folders of both recipes at their full training budget and a small evaluation."""
+    root, runs = tmp_path_factory.mktemp("full"), {}
+    for recipe in ("dspark", "dflash"):
+        runs[recipe] = root / recipe
+        small = [f"benchmark.{name}.count=2" for name in ("problems", "problems_unseen", "functions")]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DSPEC_CACHE", str(root / "cache"))
+            args = [f"recipe={recipe}", *small, "callbacks/progress=none", f"hydra.run.dir={runs[recipe]}"]
+            patch.setattr(sys, "argv", ["dspec.train", *args])
+            main()
+    return runs
+
+
+def speculative(target: Target, run: Path, sampling: Sampling) -> Speculative:
+    return Speculative(
+        target=target, proposer=DraftProposer(from_pretrained(run / "draft", target=target)), sampling=sampling
+    )
+
+
+@pytest.mark.slow
+def test_target_solves_its_benchmarks_but_not_all(target: Target) -> None:
+    greedy = Autoregressive(target=target, sampling=GREEDY)
+    scores = {}
+    for name, benchmark in benchmarks().items():
+        answers = [
+            target.tokenizer.decode(g.tokens, skip_special_tokens=True) for g in decode(target, greedy, benchmark)
+        ]
+        scores[name] = sum(benchmark.score(answers)) / len(answers)
+    print(scores)
+    assert 0.7 <= scores["problems"] <= 0.97
+    assert 0.5 <= scores["functions"] <= 0.97
+    assert scores["problems_unseen"] < scores["problems"]
+
+
+@pytest.mark.slow
+def test_dspark_beats_dflash_beats_nothing(target: Target, trained: dict[str, Path]) -> None:
+    for sampling in (GREEDY, SAMPLED):
+        taus = {}
+        for name, run in trained.items():
+            generations = pooled(target, speculative(target, run, sampling))
+            taus[name] = counts(generations)["tau"]
+        print(sampling, taus)
+        assert taus["dspark"] > taus["dflash"] > 1.5
+
+
+@pytest.mark.slow
+def test_embedded_tasks_are_no_giveaway(target: Target, trained: dict[str, Path]) -> None:
+    lookup = Speculative(
+        target=target,
+        proposer=PromptLookupProposer(num_drafts=7, max_ngram=3, device=torch.device("cpu")),
+        sampling=GREEDY,
+    )
+    own = pooled(target, speculative(target, trained["dspark"], GREEDY))
+    by_lookup = pooled(target, lookup)
+    assert [g.tokens for g in by_lookup] == [g.tokens for g in own]  # lossless, whatever drafts
+    assert counts(by_lookup)["tau"] < counts(own)["tau"] / 2
+    slots = acceptance(own)
+    assert slots is not None
+    assert 0.6 <= slots["conditional"][0] <= 0.95
+
+
+@pytest.mark.slow
+def test_lossless_in_float64_and_nearly_so_in_float32(target: Target, trained: dict[str, Path]) -> None:
+    double = embedded_target(dtype="float64", device="cpu")
+    some = {name: b for name, b in benchmarks().items() if name != "functions"}
+    for model, allowed in ((double, 0.0), (target, 0.01)):
+        pairs = [
+            (a.tokens, b.tokens)
+            for benchmark in some.values()
+            for a, b in zip(
+                decode(model, speculative(model, trained["dspark"], GREEDY), benchmark),
+                decode(model, Autoregressive(target=model, sampling=GREEDY), benchmark),
+                strict=True,
+            )
+        ]
+        assert sum(a != b for a, b in pairs) <= allowed * len(pairs)
+
+
+@pytest.mark.slow
+def test_sts_helps_on_the_report_split(trained: dict[str, Path]) -> None:
+    report = json.loads((trained["dspark"] / "results.json").read_text())["calibration"]
+    assert report["mean_ece_after"] <= report["mean_ece_before"]
+    for slot in report["slots"]:
+        if slot["ece_before"] > 0.03:
+            assert slot["ece_after"] <= 0.7 * slot["ece_before"]
+        assert slot["auc_own_after"] == slot["auc_own_before"]
+
+
+def test_no_test_prompt_is_trained_or_calibrated_on() -> None:
+    """Hashes of all benchmark prompts against every prompt that a shipped recipe trains or calibrates on."""
+
+    def digests(texts: list[str]) -> set[str]:
+        return {hashlib.sha256(text.encode()).hexdigest() for text in texts}
+
+    conf = Path(__file__).parents[1] / "conf"
+    tiny, base = (yaml.safe_load((conf / "data" / f"{name}.yaml").read_text()) for name in ("tiny", "tiny_corpus"))
+    for seed in range(3):
+        source = EmbeddedPrompts(train=tiny["source"]["train"], calibration=tiny["source"]["calibration"], seed=seed)
+        used = [p.text for split in ("train", "calibration") for p in source.prompts(split)]
+        if seed == 0:
+            used += [e.prompt for e in corpus(counts=base["counts"], split="train", seed=0)]
+        tested = [item.prompt for benchmark in benchmarks().values() for item in benchmark.items()]
+        assert len(digests(used)) > 2000
+        assert not digests(used) & digests(tested)
+    calibrates = {p.text for p in source.prompts("calibration")}
+    assert not calibrates & {p.text for p in source.prompts("train")}
