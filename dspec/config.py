@@ -64,9 +64,11 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         raise
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)
+    if not lines and error.__cause__ is not None:  # Hydra wraps some errors in an empty one
+        return _one_line(error.__cause__)
+    return " ".join(lines) or type(error).__name__
 
 
 def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:

@@ -11,7 +11,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import get_cosine_schedule_with_warmup
+from transformers import get_cosine_with_hard_restarts_schedule_with_warmup
 
 from dspec.errors import UserError
 from dspec.method import Batch, LossOutput, Method, Metrics
@@ -27,11 +27,13 @@ def step_seed(*parts: int) -> int:
 class LitModule(L.LightningModule):
     """Trains the parameters of `method` that require gradients; checkpoints hold those alone."""
 
-    def __init__(self, *, method: Method, optimizer: OptimizerFactory, warmup: float, seed: int) -> None:
-        """`warmup` is a share of all optimizer steps."""
+    def __init__(
+        self, *, method: Method, optimizer: OptimizerFactory, warmup: float, cycles: int, seed: int
+    ) -> None:
+        """`warmup` is a share of all optimizer steps; then come `cycles` cosines from the peak to zero."""
         super().__init__()
         self.method = method
-        self.optimizer_factory, self.warmup, self.seed = optimizer, warmup, seed
+        self.optimizer_factory, self.warmup, self.cycles, self.seed = optimizer, warmup, cycles, seed
         self.batches_seen = 0
 
     def _loss(self, batch: Batch, *seed: int) -> LossOutput:
@@ -75,7 +77,9 @@ class LitModule(L.LightningModule):
         parameters = [p for p in self.method.parameters() if p.requires_grad]  # type: ignore[attr-defined]
         optimizer = self.optimizer_factory(parameters)
         steps = int(self.trainer.estimated_stepping_batches)
-        schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
+        schedule = get_cosine_with_hard_restarts_schedule_with_warmup(
+            optimizer, round(self.warmup * steps), steps, num_cycles=self.cycles
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.atomic import atomic_file
 from dspec.errors import UserError
@@ -48,6 +49,31 @@ class History(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = list(state_dict["rows"])
+
+
+class StepProgress(L.Callback):
+    """One bar over all optimizer steps, with loss, acceptance and time left."""
+
+    def __init__(self) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"), TimeElapsedColumn())
+        self._bar = Progress(TextColumn("training"), *columns, TextColumn("left"), TimeRemainingColumn())
+        self._task = self._bar.add_task("training", shown="")
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._bar.update(self._task, total=trainer.estimated_stepping_batches, completed=trainer.global_step)
+            self._bar.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        values = {k.removeprefix("train/"): float(v) for k, v in trainer.progress_bar_metrics.items()}
+        shown = " ".join(f"{name} {value:.2f}" for name, value in values.items())
+        self._bar.update(self._task, completed=trainer.global_step, shown=shown)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._bar.stop()
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        self._bar.stop()
 
 
 def resume_checkpoint(run_dir: Path) -> str:

@@ -24,6 +24,7 @@ class Report:
         if results["calibration"] is not None:
             plot_reliability(results["calibration"], plots / "reliability.png")
         console = Console()
+        console.width = max(console.width, 110)  # a log file has room too
         console.print(table(results["rows"]))
         check = results["run"]["ar_check"]
         note = f"AR runs at {check['ar_over_generate']:.2f}x the speed of transformers' generate"
@@ -73,8 +74,8 @@ def table(rows: Rows) -> Table:
     """One line a row, grouped by benchmark and temperature, quality before speed."""
     result = Table(title="dspec", title_justify="left")
     for name in ("benchmark", "T", "method"):
-        result.add_column(name)
-    for name in ("quality", "tau", "tpf", "NFE", "tokens/s", "speedup", "mismatches"):
+        result.add_column(name, no_wrap=name != "method")
+    for name in ("quality", "tau", "tpf", "NFE", "tok/s", "speedup", "mismatches"):
         result.add_column(name, justify="right")
     previous = None
     for row in rows:

@@ -4,6 +4,7 @@ Everything is float64 and seeded. `toys` is this module's namespace as a fixture
 from each other (pytest runs with --import-mode=importlib).
 """
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -24,6 +25,20 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 HEADS = (None, "vanilla", "gated", "rnn")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
+
+
+ALLOWED_SKIPS = ("no CUDA", "no Landlock", "no browser", "no ../shared")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a skip is a failure unless its reason is on the list."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not os.environ.get("DSPEC_CI") or reporter is None:
+        return
+    reasons = [str(report.longrepr[2]).removeprefix("Skipped: ") for report in reporter.stats.get("skipped", [])]
+    if odd := sorted({reason for reason in reasons if not reason.startswith(ALLOWED_SKIPS)}):
+        print(f"\nskipped for reasons that CI does not accept: {odd}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True, scope="session")

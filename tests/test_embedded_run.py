@@ -5,6 +5,7 @@ Taus come from batched decoding of the benchmark prompts: the same tokens as pro
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def target() -> Target:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Run folders of both recipes at their full training budget and a small evaluation."""
     root, runs = tmp_path_factory.mktemp("full"), {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
     for recipe in ("dspark", "dflash"):
         runs[recipe] = root / recipe
         small = [f"benchmark.{name}.count=2" for name in ("problems", "problems_unseen", "functions")]
@@ -70,6 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             args = [f"recipe={recipe}", *small, "callbacks/progress=none", f"hydra.run.dir={runs[recipe]}"]
             patch.setattr(sys, "argv", ["dspec.train", *args])
             main()
+    torch.set_num_threads(threads)
     return runs
 
 

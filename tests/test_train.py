@@ -111,7 +111,7 @@ def test_same_seed_same_results_other_seed_others(dspark_run: Path, cache: Path,
 @pytest.mark.slow
 def test_kill_and_resume_is_bit_exact(dspark_run: Path, cache: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    environment = os.environ | {"DSPEC_CACHE": str(cache)}
+    environment = os.environ | {"DSPEC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}  # as in this process
     command = [sys.executable, "-m", "dspec.train", *SMALL, "recipe=dspark"]
     process = subprocess.Popen([*command, f"hydra.run.dir={out}"], env=environment, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300

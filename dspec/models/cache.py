@@ -20,14 +20,9 @@ class _Window:
     """Where the next update writes: row b's new keys go to start[b] .. start[b] + length - 1."""
 
     def __init__(self) -> None:
-        self.start_B: Sequence[int] = (0,)
+        self.first = 0
         self.end = 0
-
-    def rows(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        start = torch.tensor(self.start_B, device=device)
-        return torch.arange(len(self.start_B), device=device)[:, None], start[:, None] + torch.arange(
-            length, device=device
-        )
+        self.rows: tuple[Tensor, Tensor] | None = None  # (row, position) of each write; None: all rows alike
 
 
 class _PositionLayer(CacheLayerMixin):
@@ -57,14 +52,13 @@ class _PositionLayer(CacheLayerMixin):
         """Writes [B, H, L, D] at the window and returns views [B, H, end, D] of all that is held."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window, length = self.window, key_states.shape[2]
+        window = self.window
         self._grow(window.end)
-        first = window.start_B[0]
-        if all(start == first for start in window.start_B):
-            self.keys[:, :, first : first + length] = key_states
-            self.values[:, :, first : first + length] = value_states
+        if window.rows is None:
+            self.keys[:, :, window.first : window.end] = key_states
+            self.values[:, :, window.first : window.end] = value_states
         else:
-            b, positions = window.rows(length, key_states.device)
+            b, positions = window.rows
             self.keys[b, :, positions] = key_states.transpose(1, 2)
             self.values[b, :, positions] = value_states.transpose(1, 2)
         return self.keys[:, :, : window.end], self.values[:, :, : window.end]
@@ -95,7 +89,11 @@ class PositionCache(Cache):
 
     def at(self, start_B: Sequence[int], length: int) -> "PositionCache":
         """The next forward pass computes `length` positions from start_B[b] on in row b."""
-        self._window.start_B, self._window.end = start_B, max(start_B) + length
+        window = self._window
+        window.first, window.end, window.rows = start_B[0], max(start_B) + length, None
+        if any(start != window.first for start in start_B):
+            start = torch.tensor(start_B)[:, None]
+            window.rows = torch.arange(len(start_B))[:, None], start + torch.arange(length)
         return self
 
     @property
