@@ -1,6 +1,7 @@
 """The target: taps against a forward pass layer by layer, cached and ragged against plain, refusals."""
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from transformers import (
 )
 
 from dspec.errors import UserError
-from dspec.models.target import _NORMS, Target, load_target
+from dspec.models import target as target_module
+from dspec.models.target import _NORMS, Target, check_bfloat16, load_target
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 
@@ -155,7 +157,19 @@ def test_refusals(toys: SimpleNamespace, tmp_path: Path) -> None:
         load_target(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=None)
 
 
-def test_load_target(toys: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, -4])
+def test_bfloat16_is_refused_where_it_kills_the_process(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=code))
+    check_bfloat16.cache_clear()
+    try:
+        with _refused("ONEDNN_MAX_CPU_ISA") if code else nullcontext():
+            check_bfloat16()
+    finally:
+        check_bfloat16.cache_clear()
+
+
+def test_load_target(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "check_bfloat16", lambda: None)  # nothing is multiplied here
     made = toys.target("llama", dtype=torch.float32)
     made.model.save_pretrained(tmp_path)
     vocab = {f"t{i}": i for i in range(10)} | {"<mask>": 10}
@@ -166,5 +180,7 @@ def test_load_target(toys: SimpleNamespace, tmp_path: Path) -> None:
         target = load_target(path=str(tmp_path), name="x", dtype=name, device="cpu", mask_token_id=None)
         assert (target.dtype, target.mask_token_id) == (dtype, 10)
         assert torch.equal(target.lm_head.weight, made.lm_head.weight.to(dtype))
+    with _refused("float32, bfloat16, float64"):
+        load_target(path=str(tmp_path), name="x", dtype="float16", device="cpu", mask_token_id=None)
     target = load_target(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=4)
     assert target.mask_token_id == 4
