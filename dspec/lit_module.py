@@ -27,9 +27,7 @@ def step_seed(*parts: int) -> int:
 class LitModule(L.LightningModule):
     """Trains the parameters of `method` that require gradients; checkpoints hold those alone."""
 
-    def __init__(
-        self, *, method: Method, optimizer: OptimizerFactory, warmup: float, cycles: int, seed: int
-    ) -> None:
+    def __init__(self, *, method: Method, optimizer: OptimizerFactory, warmup: float, cycles: int, seed: int) -> None:
         """`warmup` is a share of all optimizer steps; then come `cycles` cosines from the peak to zero."""
         super().__init__()
         self.method = method

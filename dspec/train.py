@@ -7,6 +7,7 @@ It wires what the config names and knows no method, data set or benchmark by nam
 """
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils.logging import disable_progress_bar
 
 from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
@@ -31,6 +33,9 @@ def quiet() -> None:
     """Keeps the terminal for the progress bar and the table."""
     for name in ("lightning.pytorch", "lightning.fabric", "transformers", "httpx", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    for module in ("torchdata", "lightning"):  # deprecations inside the libraries
+        warnings.filterwarnings("ignore", module=module)
+    disable_progress_bar()  # transformers' bar over weight files
 
 
 def train(cfg: DictConfig) -> None:

@@ -94,8 +94,10 @@ def prefill(
 ) -> Prefill:
     """One pass over right-padded prompts that emits each row's first token.
 
-    Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1.
+    Raises UserError for no prompts, an empty prompt, one that does not fit the context, or max_new_tokens < 1.
     """
+    if not prompts:
+        raise UserError("no prompts to decode: give at least one")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}: at least one token must be asked for")
     for i, prompt in enumerate(prompts):

@@ -3,6 +3,7 @@
 Legend: B = rows, L = positions, P = supervised positions, D = width.
 """
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -44,9 +45,7 @@ class ARBase(nn.Module):
     def export(self, folder: Path, *, card: str) -> Path:
         """A Hugging Face folder in bfloat16 with the tokenizer."""
         with atomic_folder(folder / "target") as scratch:
-            model = self.target.model.to(torch.bfloat16)
-            model.save_pretrained(scratch)
+            deepcopy(self.target.model).to(torch.bfloat16).save_pretrained(scratch)
             self.target.tokenizer.save_pretrained(scratch)
             (scratch / "README.md").write_text(card, encoding="utf-8")
-        model.float()
         return folder / "target"

@@ -61,6 +61,9 @@ class Target(nn.Module):
             )
         if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
             raise UserError(f"target {name!r} has sliding-window layers, which dspec's cache does not model")
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name

@@ -54,7 +54,7 @@ def test_response_alone_is_supervised_and_the_targets_own(target: Target, tmp_pa
     [
         {"batch_size": 2},
         {"validation": 5},
-        {"max_length": 30},
+        {"max_length": 60},
         {"seed": 1},
         {"regeneration": None},
         {"regeneration": SMALL | {"temperature": 0.0}},

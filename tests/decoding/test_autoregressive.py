@@ -90,7 +90,12 @@ def test_accounting(toys: SimpleNamespace) -> None:
 
 def test_refusals(toys: SimpleNamespace) -> None:
     decoder = Autoregressive(target=toys.target(positions=16), sampling=toys.GREEDY)
-    cases = (([[1]], 0, "max_new_tokens=0"), ([[1], []], 3, "prompt 1 is empty"), ([[1] * 9], 8, "16 positions"))
+    cases = (
+        ([], 3, "no prompts"),
+        ([[1]], 0, "max_new_tokens=0"),
+        ([[1], []], 3, "prompt 1 is empty"),
+        ([[1] * 9], 8, "16 positions"),
+    )
     for texts, new, words in cases:
         with pytest.raises(UserError, match=words):
             decoder.decode(texts, max_new_tokens=new, stop_ids=(), seeds=[0] * len(texts))

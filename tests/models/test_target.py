@@ -146,6 +146,9 @@ def test_refusals(toys: SimpleNamespace, tmp_path: Path) -> None:
     for model in (MistralForCausalLM(MistralConfig(**small)), gpt2):
         with _refused("llama, qwen2, qwen3"):
             Target(model, None, name="foreign")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with _refused("dynamic rotary embeddings"):
+        Target(Qwen2ForCausalLM(Qwen2Config(**small, rope_parameters=rope)), None, name="stretched")
     target = toys.target(positions=20)
     for bad in ((3,), (-1,), (0, 7)):
         with _refused("layers 0..2; set draft.target_layer_ids"):

@@ -1,0 +1,50 @@
+"""Checkpoints on a full disk, and what resuming refuses."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspec.errors import UserError
+from dspec.training import CHECKPOINT, AtomicCheckpointIO, check_same_config, resume_checkpoint
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+def test_full_disk_leaves_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    path = tmp_path / CHECKPOINT
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+
+    def full(value: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"cannot write .*last\.ckpt"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    monkeypatch.undo()
+    assert torch.load(resume_checkpoint(tmp_path)) == {"step": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_missing_and_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing to resume: .*last\.ckpt is missing"):
+        resume_checkpoint(tmp_path)
+    path = tmp_path / CHECKPOINT
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:-700])
+    with pytest.raises(UserError, match=r"cannot be read .*damaged"):
+        resume_checkpoint(tmp_path)
+
+
+def test_resuming_needs_the_same_command(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        check_same_config(tmp_path, {})
+    config = {"seed": 0, "trainer": {"max_steps": 5}, "resume": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_same_config(tmp_path, config | {"resume": str(tmp_path)})
+    with pytest.raises(UserError, match=r"trainer\.max_steps"):
+        check_same_config(tmp_path, {"seed": 0, "trainer": {"max_steps": 6}})
