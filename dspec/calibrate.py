@@ -34,13 +34,14 @@ class CalibrateSTS:
         grid_low: float,
         grid_high: float,
         grid_points: int,
+        tolerance: float,
         seed: int,
     ) -> None:
         """`fit_share` of the prompts fit the temperatures, the rest report; the grid is log-spaced and holds 1."""
         if sampling.greedy:
             raise UserError("calibration.sampling.temperature must be above 0: STS is fitted on sampled traces")
         self.sampling, self.max_new_tokens, self.batch_size = sampling, max_new_tokens, batch_size
-        self.fit_share, self.bins, self.seed = fit_share, bins, seed
+        self.fit_share, self.bins, self.seed, self.tolerance = fit_share, bins, seed, tolerance
         self.grid = temperature_grid(low=grid_low, high=grid_high, points=grid_points)
 
     def check(self, draft: Draft | None) -> None:
@@ -70,7 +71,7 @@ class CalibrateSTS:
         traces, prompt_N = gather(generations)
         shares = (self.fit_share, 1 - self.fit_share)
         fit, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
-        temperatures = fit_sts(fit, grid=self.grid, bins=self.bins)
+        temperatures = fit_sts(fit, grid=self.grid, bins=self.bins, tolerance=self.tolerance)
         draft.calibration = Calibration(tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p)
         return {
             "temperatures": temperatures.tolist(),
