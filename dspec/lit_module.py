@@ -39,7 +39,10 @@ class LitModule(L.LightningModule):
         return self.method.loss(batch, generator=generator)
 
     def _pooled(self, value: Tensor) -> Tensor:
-        return self.all_gather(value.detach()).sum(0) if self.trainer.world_size > 1 else value.detach()
+        if self.trainer.world_size == 1:
+            return value.detach()
+        gathered: Tensor = self.all_gather(value.detach())  # type: ignore[assignment]
+        return gathered.sum(0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         output = self._loss(batch, self.batches_seen)
@@ -80,7 +83,7 @@ class LitModule(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Only what is trained: the frozen target is not written."""
         trained = {name for name, p in self.named_parameters() if p.requires_grad}
         return {name: v for name, v in super().state_dict(*args, **kwargs).items() if name in trained}

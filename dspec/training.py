@@ -34,8 +34,8 @@ class History(L.Callback):
         self.rows: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        step = trainer.global_step
-        if step % trainer.log_every_n_steps == 0 and (not self.rows or self.rows[-1]["step"] < step):
+        step, every = trainer.global_step, int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if step % every == 0 and (not self.rows or self.rows[-1]["step"] < step):
             metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("train/")}
             self.rows.append({"step": step, **metrics})
 

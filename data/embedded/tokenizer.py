@@ -40,7 +40,7 @@ def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
     )
     bpe.train_from_iterator(texts, trainer)
     pad, _, _, end, mask = SPECIAL
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=pad,
         eos_token=end,

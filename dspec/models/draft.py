@@ -14,7 +14,7 @@ H/G = query / key-value heads, W = head width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,10 @@ class Draft(nn.Module):
         shared = ("embed_tokens.", "lm_head.")
         return {name: p for name, p in self.named_parameters() if not name.startswith(shared)}
 
+    @property
+    def _stack(self) -> list[DraftLayer]:
+        return cast(list[DraftLayer], list(self.layers))
+
     def new_cache(self) -> PositionCache:
         return PositionCache(len(self.layers))
 
@@ -190,7 +194,7 @@ class Draft(nn.Module):
         start = torch.tensor(start_B, device=x.device)
         rotation = self._rotation(x, start[:, None] + torch.arange(length, device=x.device))
         cache.at(start_B, length)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._stack):
             cache.update(*layer.self_attn.key_value(x, rotation), i)
 
     def block_ids(self, anchor_BN: Tensor) -> Tensor:
@@ -220,7 +224,7 @@ class Draft(nn.Module):
             context = self.context(features_BSF)
             at = torch.arange(context.shape[1], device=x.device)[None]
             context_rotation = self._rotation(context, at)
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._stack):
             normed = layer.input_layernorm(x)
             k, v = layer.self_attn.key_value(normed, rotation)
             if cache is not None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class Target(nn.Module):
         if rope in ("dynamic", "longrope"):
             raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
+        self.tokenizer: Any = tokenizer  # None only where ids alone are decoded
         self.name = name
         self.mask_token_id = mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
         self.tap_ids: tuple[int, ...] = ()
