@@ -89,7 +89,7 @@ def test_leaves_results_plots_and_a_drafter(dspark_run: Path) -> None:
             assert len(row["acceptance"]["conditional"]) == 7
         assert (row["mismatches"] is None) == (row["decoder"]["temperature"] > 0)
     off = [row["method"] for row in rows if row["decoder"]["name"] == "speculative_head_off"]
-    assert set(off) == {"dspark, sequential head off (not retrained)"}
+    assert set(off) == {"dspark, head off"}
     assert len(results["calibration"]["temperatures"]) == 7
     names = {path.name for path in (dspark_run / "plots").iterdir()}
     assert {"loss.png", "acceptance_T0.png", "acceptance_T1.png", "reliability.png"} == names

@@ -217,6 +217,10 @@ def _shared(copy: Tensor | None, module: Any) -> Any:
     """The target's own module, unless the folder brings other weights than the target's."""
     if copy is None or torch.equal(copy.to(module.weight), module.weight):
         return module
-    own = nn.Embedding(*copy.shape) if isinstance(module, nn.Embedding) else nn.Linear(copy.shape[1], copy.shape[0], bias=False)
+    own = (
+        nn.Embedding(*copy.shape)
+        if isinstance(module, nn.Embedding)
+        else nn.Linear(copy.shape[1], copy.shape[0], bias=False)
+    )
     own.weight = nn.Parameter(copy.to(module.weight), requires_grad=False)
     return own
