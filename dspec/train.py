@@ -46,6 +46,7 @@ def train(cfg: DictConfig) -> None:
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if cfg.resume is not None:
         check_same_config(run_dir, plain)
+    torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
     target: Target = instantiate(cfg.target)
