@@ -1,6 +1,6 @@
 """Two methods over several seeds: the paired difference of tau, with a 95 % t interval.
 
-python -m eval.compare runs/sweep/<time>/*        (run folders with results.json)
+python -m eval.compare runs/sweep/<time>/*/       (run folders with results.json)
 """
 
 import argparse

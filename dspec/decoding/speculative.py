@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspec.calibration import Calibration
+from dspec.calibration import Calibration, calibrated_confidence
 from dspec.decoding.base import Generation, Prefill, Round, prefill, rows_to_keep
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, verify_greedy, verify_sampled
@@ -152,8 +152,10 @@ class Speculative:
         if logits is None:
             raise UserError("decoder.confidence_threshold needs a drafter with a confidence head")
         if self.temperatures is not None:
-            logits = logits / torch.tensor(self.temperatures, device=logits.device, dtype=logits.dtype)
-        sure: Tensor = torch.sigmoid(logits) >= self.confidence_threshold
+            confidence = calibrated_confidence(logits, torch.tensor(self.temperatures, dtype=logits.dtype))
+        else:
+            confidence = torch.sigmoid(logits)
+        sure: Tensor = confidence >= self.confidence_threshold
         proposal.count_B = torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))
 
 

@@ -1,6 +1,6 @@
-"""DFlash: train a block-diffusion drafter on random anchors (arXiv id as in the notes; z-lab/dflash, DeepSpec).
+"""DFlash: train a block-diffusion drafter on random anchors (z-lab/dflash, DeepSpec).
 
-Source: "Block Diffusion for Flash Speculative Decoding", section 4: random anchors, blocks that do not see each other,
+Source: "DFlash: Block Diffusion for Flash Speculative Decoding", its training section: random anchors, blocks that do not see each other,
 exponentially decaying cross-entropy. Both slot layouts (models/draft.py). Departures: target features are computed
 online, never stored; the decay constant is a parameter of its own, as in DeepSpec, not the block size; each loss is
 divided by the sum of its weights over all ranks.

@@ -1,6 +1,6 @@
 """The DFlash / DSpark drafter: a shallow block-diffusion transformer that reads the target's hidden states.
 
-Sources: DFlash (KV injection: K_i = [W_i^K H_t; W_i^K H_d], section 3 of ../shared notes), DSpark (sequential and
+Sources: DFlash (KV injection: K_i = [W_i^K H_t; W_i^K H_d]), DSpark (sequential and
 confidence heads), tensor names and arithmetic of DeepSpec@afdfa7c. One class serves both methods: DFlash is the
 drafter without heads. This module knows no training loop and no decoder.
 

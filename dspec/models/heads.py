@@ -4,25 +4,12 @@ Tensor names are DeepSpec's, so that checkpoints move both ways.
 Legend: ... = any leading shape, D = draft width, R = rank, V = vocabulary.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 
-class SequentialHead(Protocol):
-    """Turns the previous token into a low-rank transition code u; the logit bias is W2 u (DSpark, section 2)."""
-
-    markov_w1: nn.Embedding
-    markov_w2: nn.Linear
-
-    def step(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """previous [...] token ids, hidden [..., D], state [..., R] or None -> code [..., R], next state."""
-        ...
-
-
 class MarkovHead(nn.Module):
-    """First-order transition: u = W1[x], B(x, .) = W2 u."""
+    """First-order transition: u = W1[x], B(x, .) = W2 u (DSpark, section 2); the other heads refine u."""
 
     def __init__(self, *, vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__()
@@ -30,6 +17,7 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
 
     def step(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """previous [...] token ids, hidden [..., D], state [..., R] or None -> code u [..., R], next state."""
         return self.markov_w1(previous), None
 
 

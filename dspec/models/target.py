@@ -10,7 +10,7 @@ Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = voc
 import hashlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -120,7 +120,7 @@ class Target(nn.Module):
         layers = self.model.get_decoder().layers
         self._hooks = [layers[i].register_forward_hook(self._keep(i)) for i in set(layer_ids)]
 
-    def _keep(self, layer: int):  # type: ignore[no-untyped-def]
+    def _keep(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self._tapped[layer] = output[0] if isinstance(output, tuple) else output
 
@@ -226,6 +226,6 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
 
 
 def embedded_target(*, dtype: str, device: str) -> Target:
-    """The target that ships with dspec (3.3M parameters, trained by recipe=ar_base)."""
+    """The target that ships with dspec (3M parameters, trained by recipe=ar_base)."""
     folder = Path(__file__).resolve().parent.parent / "assets" / "tiny"
     return load_target(path=str(folder), name="tiny", dtype=dtype, device=device, mask_token_id=None)
