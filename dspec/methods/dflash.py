@@ -1,9 +1,9 @@
 """DFlash: train a block-diffusion drafter on random anchors (z-lab/dflash, DeepSpec).
 
-Source: "DFlash: Block Diffusion for Flash Speculative Decoding", its training section: random anchors, blocks that do not see each other,
-exponentially decaying cross-entropy. Both slot layouts (models/draft.py). Departures: target features are computed
-online, never stored; the decay constant is a parameter of its own, as in DeepSpec, not the block size; each loss is
-divided by the sum of its weights over all ranks.
+Source: "DFlash: Block Diffusion for Flash Speculative Decoding", its training section: random anchors, blocks that
+do not see each other, exponentially decaying cross-entropy. Both slot layouts (models/draft.py). Departures: target
+features are computed online, never stored; the decay constant is a parameter of its own, as in DeepSpec, not the
+block size; each loss is divided by the sum of its weights over all ranks.
 
 Legend: B = batch, L = positions, N = anchors, K = block slots, J = draft slots, P = supervised slots, D = width.
 """
