@@ -68,6 +68,11 @@ def dense(predicate: Predicate, *, batch: int, queries: int, keys: int, device: 
     return predicate(b, torch.zeros_like(b), q, kv).expand(batch, 1, queries, keys)
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as what is added to scores (0 or -inf): SDPA would else convert it anew in every layer."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
 def block_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
     """The predicate as a flex attention BlockMask, shared by all heads."""
     return create_block_mask(predicate, batch, None, queries, keys, device=device.type)

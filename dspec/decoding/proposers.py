@@ -131,9 +131,10 @@ class DraftProposer:
         if self.head is None:
             return choose(logits_BJV, slice(None))
         tokens, laws, previous, state = [], [], anchor_B, None
-        for k in range(self.num_drafts):
-            code, state = self.head.step(previous, hidden_BJD[:, k], state)
-            previous, law = choose(logits_BJV[:, k] + self.head.markov_w2(code), k)
+        w2_RV = self.head.markov_w2.weight.T
+        for k, (hidden, logits) in enumerate(zip(hidden_BJD.unbind(1), logits_BJV.unbind(1), strict=True)):
+            code, state = self.head.step(previous, hidden, state)
+            previous, law = choose(torch.addmm(logits, code, w2_RV), k)
             tokens.append(previous)
             laws.append(law)
         stacked = torch.stack(tokens, 1)

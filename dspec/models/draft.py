@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding, rotate_half
 
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask
@@ -84,12 +85,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        if x.dtype.itemsize >= 4:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
 
 
-Rotation = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, 1, L, W]
+
+
+def _rotate(x_BHLW: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    return x_BHLW * cos + rotate_half(x_BHLW) * sin
 
 
 class DraftAttention(nn.Module):
@@ -113,12 +119,11 @@ class DraftAttention(nn.Module):
         """Rotated keys and values [B, G, L, W] of features or block states."""
         k = self.k_norm(self._heads(self.k_proj(x_BLD))).transpose(1, 2)
         v = self._heads(self.v_proj(x_BLD)).transpose(1, 2)
-        return apply_rotary_pos_emb(k, k, *rotation)[0], v
+        return _rotate(k, rotation), v
 
     def forward(self, x_BQD: Tensor, rotation: Rotation, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         q = self.q_norm(self._heads(self.q_proj(x_BQD))).transpose(1, 2)
-        q = apply_rotary_pos_emb(q, q, *rotation)[0]
-        out = attend(q, k, v, mask)
+        out = attend(_rotate(q, rotation), k, v, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -157,6 +162,7 @@ class Draft(nn.Module):
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
         self.calibration: Calibration | None = None  # STS temperatures, once fitted
         self.prompt_policy: dict[str, Any] = {}  # how training prompts were rendered
+        self._table: Rotation | None = None
         for module in (embed_tokens, lm_head):
             module.requires_grad_(False)
 
@@ -180,8 +186,14 @@ class Draft(nn.Module):
         return PositionCache(len(self.layers))
 
     def _rotation(self, x: Tensor, positions_BL: Tensor) -> Rotation:
-        cos, sin = self.rotary_emb(x, positions_BL)
-        return cos, sin
+        """Rows of a table of all positions: computed anew they would cost a small drafter as much as attention."""
+        if self._table is None or self._table[0].dtype != x.dtype or self._table[0].device != x.device:
+            count = self.config.transformer.max_position_embeddings + self.config.block_size
+            with torch.inference_mode(False):  # training may read a table that decoding made
+                cos, sin = self.rotary_emb(x, torch.arange(count, device=x.device)[None])
+                self._table = cos[0], sin[0]
+        cos, sin = self._table
+        return cos[positions_BL][:, None], sin[positions_BL][:, None]
 
     def context(self, features_BSF: Tensor) -> Tensor:
         """Target context feature H_t = RMSNorm(W_c [H^(l1); ...]) [B, S, D], shared by all layers."""

@@ -18,19 +18,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dspec.attention import masks
+from dspec.attention.attend import attend
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+_ATTENTION = "dspec"  # our attend, under the name that transformers' configs take
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention call. Its own SDPA copies the key/value heads in every layer that has a mask."""
+    causal = attention_mask is None and query.shape[2] > 1
+    return attend(query, key, value, attention_mask, scale=scaling, is_causal=causal).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
 
 
 @dataclass(frozen=True)
@@ -153,6 +181,7 @@ class Target(nn.Module):
             # one query on top of its own row sees all keys: no mask is the fast kernel
             if L > 1 or B > 1:
                 mask = masks.dense(masks.causal(start), batch=B, queries=L, keys=cache.end, device=ids_BL.device)
+                mask = masks.additive(mask, self.dtype)
         output = self.model.get_decoder()(
             input_ids=ids_BL,
             attention_mask=mask,
@@ -217,7 +246,7 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
     if (folder := Path(path).expanduser()).is_dir():
         path = str(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=_ATTENTION)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
