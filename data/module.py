@@ -21,6 +21,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.models.target import Target
+from dspec.provenance import fingerprint
 
 Document = tuple[list[int], int]  # ids, and where the response starts
 
@@ -56,10 +57,6 @@ class Conversations(L.LightningDataModule):
     def prompt_policy(self) -> dict[str, Any]:
         return self.policy.to_dict(self.target.tokenizer)
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return (int(self.target.tokenizer.eos_token_id),)
-
     def encoded(self, split: str) -> list[tuple[str, list[int]]]:
         """(id, prompt ids) of a split; the calibration split is for STS, never for training."""
         prompts = self.source.prompts(split)
@@ -69,7 +66,7 @@ class Conversations(L.LightningDataModule):
         """What the regenerated responses depend on besides the prompts."""
         return {
             "target": self.target.name,
-            "target_sha256": self.target.fingerprint(),
+            "target_sha256": fingerprint(self.target.model),
             "prompt_policy": self.prompt_policy,
             "regeneration": dict(self.regeneration or {}),
             "dtype": str(self.target.dtype),
@@ -93,7 +90,7 @@ class Conversations(L.LightningDataModule):
             settings=self.settings(),
             prompts=self.encoded("train"),
             decoder=Autoregressive(target=self.target, sampling=Sampling(**wanted)),
-            stop_ids=self.stop_ids,
+            stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,
             batch_size=batch_size,
             seed=self.seed,
@@ -173,10 +170,6 @@ class PackedCorpus(L.LightningDataModule):
     @property
     def prompt_policy(self) -> dict[str, Any]:
         return self.policy.to_dict(self.target.tokenizer)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return (int(self.target.tokenizer.eos_token_id),)
 
     def setup(self, stage: str) -> None:
         if self._rows:

@@ -1,5 +1,6 @@
 """What a result must carry to be believed: code, versions, machine, settings."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 _PACKAGES = ("dspec", "torch", "transformers", "lightning", "hydra-core", "datasets", "numpy")
 
@@ -34,6 +36,15 @@ def _cpu() -> str:
         if names:
             return names[0]
     return platform.processor() or platform.machine()
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A digest of a module's weights: what responses, drafters and samples of it depend on."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().cpu().float().sum(dtype=torch.float64).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def provenance(*, seed: int, dtype: str, config: dict[str, Any], prompt_policy: dict[str, Any]) -> dict[str, Any]:

@@ -91,18 +91,20 @@ def train(cfg: DictConfig) -> None:
         draft.prompt_policy = data.prompt_policy
         if calibrate is not None:
             prompts = [ids for _, ids in data.encoded("calibration")]
-            calibration = calibrate(target=target, draft=draft, prompts=prompts, stop_ids=data.stop_ids)
+            calibration = calibrate(target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids)
     method.export(run_dir, card=report.card(target=target.name, run=run, command=choices["recipe"]))
-    with torch.inference_mode():
-        rows, check = evaluation(
-            target=target,
-            draft=draft,
-            contenders=contenders,
-            benchmarks=benchmarks,
-            policy=data.policy,
-            stop_ids=data.stop_ids,
-        )
-    results = {"run": run | {"ar_check": check}, "rows": rows, "calibration": calibration}
+    rows, check = evaluation(
+        target=target,
+        draft=draft,
+        contenders=contenders,
+        benchmarks=benchmarks,
+        policy=data.policy,
+        stop_ids=target.stop_ids,
+        samples=run_dir / "samples.jsonl",
+        settings=plain | {"resume": None},
+    )
+    sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
+    results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": calibration}
     report(results=results, history=history.rows, run_dir=run_dir)
 
 

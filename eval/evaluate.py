@@ -1,13 +1,15 @@
-"""Every decoder on the same prompts, prompt by prompt in turn, and the rows that come of it.
+"""Every decoder on the same prompts, batch by batch in turn, each sample written as it is done.
 
-Counting follows design.md. The speed of a decoder is the median over prompts of its tokens per second over those of
-plain AR on the same prompt in the same run; it is only given when our AR loop keeps up with transformers' own.
+Timing leaves out the warm-up and the verdicts, and waits for CUDA. A speedup is only given when our AR loop keeps up
+with transformers' own in the same run. What the samples amount to is eval/rows.py.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +20,17 @@ from data.regenerate import prompt_seed
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Decoder, Generation
 from dspec.decoding.sampling import Sampling
+from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.target import Target
-from eval.benchmarks.base import Benchmark
+from dspec.provenance import fingerprint
+from eval.benchmarks.base import Benchmark, Item
+from eval.rows import Row, row
+from eval.samples import Sample, SampleLog
 
 BASELINE = "autoregressive"
-Row = dict[str, Any]
+Prompts = list[tuple[Item, list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +39,6 @@ class Contender:
 
     method: str
     build: Callable[..., Decoder]
-
-
-@dataclass
-class _Runs:
-    """What one contender did on one benchmark."""
-
-    generations: list[Generation] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def speeds(self) -> list[float]:
-        return [len(g.tokens) / s for g, s in zip(self.generations, self.seconds, strict=True)]
 
 
 def _synchronise(target: Target) -> None:
@@ -59,6 +54,15 @@ def _timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[..., None]]:
+    """A bar; the function it yields takes `advance` and `description`."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("evaluation: {task.description}"), *columns) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda **change: bar.update(task, **change)
+
+
 class Evaluation:
     """Runs contenders over benchmarks at each temperature."""
 
@@ -67,15 +71,22 @@ class Evaluation:
         *,
         temperatures: Sequence[float],
         top_p: float,
+        batch_size: int,
+        limit: int | None,
         warmup: int,
         generate_prompts: int,
         generate_floor: float,
         seed: int,
     ) -> None:
-        """`warmup` prompts are decoded untimed first. Our AR loop must reach `generate_floor` of the tokens per
-        second of transformers' generate on `generate_prompts` prompts, else no speedup is given."""
+        """`limit` keeps the first prompts of each benchmark. `warmup` batches are decoded untimed first. Our AR loop
+        must reach `generate_floor` of the tokens per second of transformers' generate on `generate_prompts` prompts,
+        else no speedup is given."""
+        if batch_size < 1:
+            raise UserError(f"evaluation.batch_size={batch_size} must be at least 1")
+        if limit is not None and limit < 1:
+            raise UserError(f"limit={limit} must be at least 1 (null: all prompts)")
         self.samplings = [Sampling(temperature=t, top_p=top_p) for t in temperatures]
-        self.warmup, self.seed = warmup, seed
+        self.batch_size, self.limit, self.warmup, self.seed = batch_size, limit, warmup, seed
         self.generate_prompts, self.generate_floor = generate_prompts, generate_floor
 
     def check(
@@ -85,13 +96,13 @@ class Evaluation:
         contenders: Mapping[str, Contender],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
-    ) -> dict[str, list[tuple[str, list[int]]]]:
-        """(id, prompt ids) of each benchmark. Raises UserError without the AR baseline, for no benchmark, and for
+    ) -> dict[str, Prompts]:
+        """Items and prompt ids of each benchmark. Raises UserError without the AR baseline, for no benchmark, and for
         a prompt that does not fit the context."""
         if BASELINE not in contenders:
             raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
         encoded = {
-            name: [(item.id, prompt_ids(target.tokenizer, item.prompt, policy)) for item in benchmark.items()]
+            name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
             for name, benchmark in benchmarks.items()
         }
         if not all(encoded.values()) or not encoded:
@@ -110,57 +121,121 @@ class Evaluation:
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
         stop_ids: Sequence[int],
+        samples: Path,
+        settings: Mapping[str, Any],
     ) -> tuple[list[Row], dict[str, Any]]:
-        """All rows, and the check of our AR loop against transformers' generate."""
+        """All rows, and the check of our AR loop against transformers' generate.
+
+        Goes on from what `samples` (a JSONL file) holds, if it was written with the same settings and weights.
+        """
+        weights = {"target": fingerprint(target.model), "draft": fingerprint(draft) if draft is not None else None}
+        log = SampleLog(samples, {**settings, "weights": weights})
         encoded = self.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=policy)
         total = sum(map(len, encoded.values())) * len(self.samplings) * len(contenders)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        fields: list[dict[str, Decoder]] = [
+            {key: c.build(target=target, draft=draft, sampling=sampling) for key, c in contenders.items()}
+            for sampling in self.samplings
+        ]
         rows: list[Row] = []
-        with Progress(TextColumn("evaluation: {task.description}"), *columns) as bar:
-            task = bar.add_task("", total=total)
+        with torch.inference_mode(), _progress(total) as progress:
+            progress(advance=len(log.samples))
             check = self._against_generate(target, benchmarks, encoded, stop_ids)
             for name, benchmark in benchmarks.items():
-                for sampling in self.samplings:
-                    bar.update(task, description=f"{name} T={sampling.temperature:g}")
-                    decoders = {
-                        key: c.build(target=target, draft=draft, sampling=sampling) for key, c in contenders.items()
-                    }
-                    runs = self._run(
-                        target, decoders, encoded[name], benchmark.max_new_tokens, stop_ids, lambda: bar.advance(task)
-                    )
-                    rows += _rows(target, name, benchmark, contenders, decoders, runs, speeds=check["trusted"])
+                for decoders in fields:
+                    progress(description=f"{name} T={decoders[BASELINE].sampling.temperature:g}")
+                    self._run(target, name, benchmark, decoders, encoded[name], stop_ids, log, progress)
+                    rows += self._rows(target, name, benchmark, contenders, decoders, log, speeds=check["trusted"])
         return rows, check
 
     def _run(
         self,
         target: Target,
+        name: str,
+        benchmark: Benchmark,
         decoders: Mapping[str, Decoder],
-        prompts: Sequence[tuple[str, list[int]]],
-        max_new_tokens: int,
+        prompts: Prompts,
         stop_ids: Sequence[int],
-        advance: Callable[[], None],
-    ) -> dict[str, _Runs]:
-        def decode(decoder: Decoder, name: str, ids: list[int]) -> Generation:
-            seed = prompt_seed(self.seed, name)
-            return decoder.decode([ids], max_new_tokens=max_new_tokens, stop_ids=stop_ids, seeds=[seed])[0]
+        log: SampleLog,
+        progress: Callable[..., None],
+    ) -> None:
+        """Decodes what `log` lacks."""
+        strings, temperature = StopStrings(target.tokenizer, benchmark.stop), decoders[BASELINE].sampling.temperature
 
-        runs = {key: _Runs() for key in decoders}
-        for name, ids in prompts[: self.warmup]:
+        def decode(decoder: Decoder, batch: Prompts) -> list[Generation]:
+            return decoder.decode(
+                [ids for _, ids in batch],
+                max_new_tokens=benchmark.max_new_tokens,
+                stop_ids=stop_ids,
+                seeds=[prompt_seed(self.seed, item.id) for item, _ in batch],
+                ends=strings if benchmark.stop else None,
+            )
+
+        batches = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
+        done = {s.batch for s in log.of(name, temperature)}
+        todo = [(number, batch) for number, batch in enumerate(batches) if number not in done]
+        for _, batch in todo[: self.warmup]:
             for decoder in decoders.values():
-                decode(decoder, name, ids)
-        for name, ids in prompts:
+                decode(decoder, batch)
+        for number, batch in todo:
+            samples = []
             for key, decoder in decoders.items():
-                generation, seconds = _timed(target, lambda d=decoder, n=name, i=ids: decode(d, n, i))  # type: ignore[misc]
-                runs[key].generations.append(generation)
-                runs[key].seconds.append(seconds)
-                advance()
-        return runs
+                generations, seconds = _timed(target, lambda d=decoder, b=batch: decode(d, b))  # type: ignore[misc]
+                for (item, _), generation in zip(batch, generations, strict=True):
+                    text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
+                    samples.append(
+                        Sample(
+                            benchmark=name,
+                            temperature=temperature,
+                            decoder=key,
+                            batch=number,
+                            id=item.id,
+                            text=text,
+                            verdicts=benchmark.score(item, text),
+                            generation=generation,
+                            seconds=seconds,
+                        )
+                    )
+                progress(advance=len(batch))
+            log.add(samples)
+
+    def _rows(
+        self,
+        target: Target,
+        name: str,
+        benchmark: Benchmark,
+        contenders: Mapping[str, Contender],
+        decoders: Mapping[str, Decoder],
+        log: SampleLog,
+        *,
+        speeds: bool,
+    ) -> list[Row]:
+        sampling = decoders[BASELINE].sampling
+        samples = log.of(name, sampling.temperature)
+        by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
+        return [
+            {
+                "method": contenders[key].method,
+                "target": target.name,
+                "decoder": {"name": key, **decoders[key].settings()},
+                "benchmark": name,
+                "batch_size": self.batch_size,
+                **row(
+                    own,
+                    by_decoder[BASELINE],
+                    quality=benchmark.quality,
+                    greedy=sampling.greedy,
+                    speeds=speeds,
+                    seed=self.seed,
+                ),
+            }
+            for key, own in by_decoder.items()
+        ]
 
     def _against_generate(
         self,
         target: Target,
         benchmarks: Mapping[str, Benchmark],
-        encoded: Mapping[str, Sequence[tuple[str, list[int]]]],
+        encoded: Mapping[str, Prompts],
         stop_ids: Sequence[int],
     ) -> dict[str, Any]:
         """Tokens per second of our greedy AR loop over those of transformers' generate, same prompts, in turn."""
@@ -168,7 +243,8 @@ class Evaluation:
         decoder = Autoregressive(target=target, sampling=Sampling(temperature=0.0, top_p=1.0))
         budget = benchmarks[name].max_new_tokens
         ratios = []
-        for i, (_, ids) in enumerate(encoded[name][: self.generate_prompts + 1]):
+        prompts = encoded[name] if len(encoded[name]) > 1 else encoded[name] * 2
+        for i, (_, ids) in enumerate(prompts[: self.generate_prompts + 1]):
             ours, our_seconds = _timed(
                 target,
                 lambda x=ids: decoder.decode([x], max_new_tokens=budget, stop_ids=stop_ids, seeds=[0]),  # type: ignore[misc]
@@ -180,7 +256,13 @@ class Evaluation:
         return {"ar_over_generate": ratio, "floor": self.generate_floor, "trusted": ratio >= self.generate_floor}
 
 
-@torch.inference_mode()
+def encode(target: Target, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> list[int]:
+    """Prompt ids: the user turn of a chat, or raw text to go on from."""
+    if benchmark.chat:
+        return prompt_ids(target.tokenizer, item.prompt, policy)
+    return list(target.tokenizer(item.prompt)["input_ids"])
+
+
 def _generate(target: Target, ids: Sequence[int], budget: int, stop_ids: Sequence[int]) -> int:
     """Number of tokens that transformers' own greedy generate gives."""
     tensor = torch.tensor([ids], device=target.device)
@@ -193,78 +275,3 @@ def _generate(target: Target, ids: Sequence[int], budget: int, stop_ids: Sequenc
         pad_token_id=stop_ids[0],
     )
     return int(output.shape[1]) - len(ids)
-
-
-def _rows(
-    target: Target,
-    name: str,
-    benchmark: Benchmark,
-    contenders: Mapping[str, Contender],
-    decoders: Mapping[str, Decoder],
-    runs: Mapping[str, _Runs],
-    *,
-    speeds: bool,
-) -> list[Row]:
-    base = runs[BASELINE]
-    rows = []
-    for key, run in runs.items():
-        answers = [target.tokenizer.decode(g.tokens, skip_special_tokens=True) for g in run.generations]
-        verdicts = benchmark.score(answers)
-        paired = [own / ar for own, ar in zip(run.speeds(), base.speeds(), strict=True)]
-        speedup = statistics.median(paired) if speeds else None
-        greedy = decoders[key].sampling.greedy
-        differing = sum(a.tokens != b.tokens for a, b in zip(run.generations, base.generations, strict=True))
-        rows.append(
-            {
-                "method": contenders[key].method,
-                "target": target.name,
-                "decoder": {"name": key, **decoders[key].settings()},
-                "benchmark": name,
-                "n": len(verdicts),
-                "quality": sum(verdicts) / len(verdicts),
-                "quality_name": benchmark.quality,
-                **counts(run.generations),
-                "tokens_per_second": sum(len(g.tokens) for g in run.generations) / sum(run.seconds),
-                "speedup": speedup,
-                "speedup_vs_base_ar": speedup,  # the serial decoder of these weights is the shared AR base
-                "mismatches": differing if greedy else None,
-                "acceptance": acceptance(run.generations),
-            }
-        )
-    return rows
-
-
-def counts(generations: Sequence[Generation]) -> Row:
-    """Pooled counts and ratios, and the means over prompts beside them."""
-    tokens = sum(len(g.tokens) for g in generations)
-    beyond = tokens - sum(g.prefill_tokens for g in generations)
-    forwards = sum(g.forwards for g in generations)
-    nfe = sum(g.nfe for g in generations)
-    rounds = sum(len(g.rounds) for g in generations)
-    own = [(len(g.tokens) - g.prefill_tokens) / len(g.rounds) for g in generations if g.rounds]
-    return {
-        "tau": beyond / rounds if rounds else None,
-        "tau_prompt_mean": statistics.fmean(own) if own else None,
-        "tpf": beyond / forwards if forwards else None,
-        "tpf_with_prefill": tokens / nfe,
-        "nfe": nfe,
-        "nfe_prefill": nfe - forwards,
-        "positions_computed": sum(g.positions_computed for g in generations),
-        "tokens": tokens,
-    }
-
-
-def acceptance(generations: Sequence[Generation]) -> Row | None:
-    """Per slot: conditional acceptance and prefix survival, over the rounds in which the slot counts."""
-    rounds = [r for g in generations for r in g.rounds]
-    slots = max((r.drafted for r in rounds), default=0)
-    if not slots:
-        return None
-    conditional, survival = [], []
-    for k in range(slots):
-        counted = [r for r in rounds if r.valid > k]
-        reached = [r for r in counted if r.accepted >= k]
-        passed = sum(r.accepted > k for r in counted)
-        conditional.append(passed / len(reached) if reached else None)
-        survival.append(passed / len(counted) if counted else None)
-    return {"conditional": conditional, "prefix_survival": survival}

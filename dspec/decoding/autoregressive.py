@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.base import Generation, next_tokens, prefill, rows_to_keep
+from dspec.decoding.base import Ends, Generation, Limits, next_tokens, prefill, rows_to_keep
 from dspec.decoding.sampling import Sampling
 from dspec.models.target import Target
 
@@ -27,20 +27,14 @@ class Autoregressive:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         seeds: Sequence[int],
+        ends: Ends | None = None,
     ) -> list[Generation]:
-        target = self.target
+        target, limits = self.target, Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids, ends=ends)
         target.tap(())
-        state = prefill(
-            target,
-            prompts,
-            sampling=self.sampling,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            seeds=seeds,
-        )
+        state = prefill(target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
         live = list(state.generations)
-        while any(not g.done(max_new_tokens) for g in live):
-            if (keep := rows_to_keep([not g.done(max_new_tokens) for g in live])) is not None:
+        while any(not g.done(limits) for g in live):
+            if (keep := rows_to_keep([not g.done(limits) for g in live])) is not None:
                 rows = torch.tensor(keep, device=target.device)
                 state.cache.select(rows)
                 state.streams.select(rows)
@@ -51,8 +45,8 @@ class Autoregressive:
             hidden = target(ids, start_B=state.lengths_B, cache=state.cache).hidden_BLD
             state.anchors_B = next_tokens(target.logits(hidden[:, 0]), self.sampling, state.streams)
             for i, generation in enumerate(live):
-                if not generation.done(max_new_tokens):
-                    generation.emit([state.anchors_B[i]], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+                if not generation.done(limits):
+                    generation.emit([state.anchors_B[i]], limits)
                     generation.forwards += 1
                     generation.positions_computed += 1
                     state.lengths_B[i] += 1

@@ -1,6 +1,6 @@
 """The decoder protocol and what a decoder reports. Counting follows design.md: see the properties below."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,21 @@ from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.target import Target
+
+Ends = Callable[[Sequence[int]], bool]  # does the answer end with the last of these tokens? (stop strings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where an answer ends: at a stop token, where `ends` says so, or after `max_new_tokens`."""
+
+    max_new_tokens: int
+    stop_ids: Sequence[int]
+    ends: Ends | None = None
+
+    def stops(self, tokens: Sequence[int]) -> bool:
+        """Whether the last token ends the answer before the length limit does."""
+        return tokens[-1] in self.stop_ids or (self.ends is not None and self.ends(tokens))
 
 
 @dataclass(frozen=True)
@@ -40,16 +55,16 @@ class Generation:
         """Forward passes of the big model, prefill counted."""
         return self.prefill_forwards + self.forwards
 
-    def emit(self, tokens: Sequence[int], *, max_new_tokens: int, stop_ids: Sequence[int]) -> None:
+    def emit(self, tokens: Sequence[int], limits: Limits) -> None:
         """Appends tokens up to and including the first stop, within the length limit."""
-        for token in tokens[: max_new_tokens - len(self.tokens)]:
+        for token in tokens[: limits.max_new_tokens - len(self.tokens)]:
             self.tokens.append(token)
-            if token in stop_ids:
+            if limits.stops(self.tokens):
                 self.stopped = True
                 break
 
-    def done(self, max_new_tokens: int) -> bool:
-        return self.stopped or len(self.tokens) >= max_new_tokens
+    def done(self, limits: Limits) -> bool:
+        return self.stopped or len(self.tokens) >= limits.max_new_tokens
 
 
 class Decoder(Protocol):
@@ -64,6 +79,7 @@ class Decoder(Protocol):
         max_new_tokens: int,
         stop_ids: Sequence[int],
         seeds: Sequence[int],
+        ends: Ends | None = None,
     ) -> list[Generation]: ...
 
     def settings(self) -> dict[str, Any]:
@@ -88,8 +104,7 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     *,
     sampling: Sampling,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
+    limits: Limits,
     seeds: Sequence[int],
 ) -> Prefill:
     """One pass over right-padded prompts that emits each row's first token.
@@ -98,12 +113,12 @@ def prefill(
     """
     if not prompts:
         raise UserError("no prompts to decode: give at least one")
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens={max_new_tokens}: at least one token must be asked for")
+    if limits.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={limits.max_new_tokens}: at least one token must be asked for")
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
-        target.check_length(len(prompt), max_new_tokens)
+        target.check_length(len(prompt), limits.max_new_tokens)
     lengths = [len(p) for p in prompts]
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
     for row, prompt in zip(ids, prompts, strict=True):
@@ -115,7 +130,7 @@ def prefill(
     generations = []
     for anchor in anchors:
         generation = Generation(prefill_forwards=1, prefill_tokens=1)
-        generation.emit([anchor], max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        generation.emit([anchor], limits)
         generations.append(generation)
     return Prefill(cache, lengths, anchors, output.features_BLF, streams, generations)
 

@@ -38,7 +38,7 @@ class Sampling:
     def probs(self, logits: Tensor) -> Tensor:
         """The law tokens are drawn from [..., V], in float32 at least; only for temperature > 0."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probs = (wide / self.temperature).softmax(-1)
+        probs = (wide if self.temperature == 1 else wide / self.temperature).softmax(-1)
         if self.top_p == 1:
             return probs
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -49,7 +49,7 @@ class Sampling:
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens [...] from unnormalised weights [..., V] by the inverse CDF at uniform [...] in [0, 1)."""
-    cdf = weights.double().cumsum(-1)
+    cdf = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True).squeeze(-1)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspec.calibration import Calibration, calibrated_confidence
-from dspec.decoding.base import Generation, Prefill, Round, prefill, rows_to_keep
+from dspec.decoding.base import Ends, Generation, Limits, Prefill, Round, prefill, rows_to_keep
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, verify_greedy, verify_sampled
 from dspec.errors import UserError
@@ -67,26 +67,21 @@ class Speculative:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         seeds: Sequence[int],
+        ends: Ends | None = None,
     ) -> list[Generation]:
+        limits = Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids, ends=ends)
         self.target.tap(self.proposer.tap_ids)
-        state = prefill(
-            self.target,
-            prompts,
-            sampling=self.sampling,
-            max_new_tokens=max_new_tokens,
-            stop_ids=stop_ids,
-            seeds=seeds,
-        )
+        state = prefill(self.target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
         live = list(state.generations)
         history = [[*prompt, anchor] for prompt, anchor in zip(prompts, state.anchors_B, strict=True)]
         self.proposer.begin(state.features_BLF)
-        while any(not g.done(max_new_tokens) for g in live):
-            if (keep := rows_to_keep([not g.done(max_new_tokens) for g in live])) is not None:
+        while any(not g.done(limits) for g in live):
+            if (keep := rows_to_keep([not g.done(limits) for g in live])) is not None:
                 rows = torch.tensor(keep, device=self.target.device)
                 for part in (state.cache, state.streams, self.proposer):
                     part.select(rows)
                 live, history = [live[i] for i in keep], [history[i] for i in keep]
-            self._round(state, live, history, max_new_tokens, stop_ids)
+            self._round(state, live, history, limits)
         return state.generations
 
     def _round(
@@ -94,8 +89,7 @@ class Speculative:
         state: Prefill,
         live: list[Generation],
         history: list[list[int]],
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
+        limits: Limits,
     ) -> None:
         J, greedy = self.proposer.num_drafts, self.sampling.greedy
         uniform = None if greedy else state.streams.take(2 * J + 1)
@@ -128,19 +122,11 @@ class Speculative:
             )
         lengths, drafts = accepted.tolist(), draft.tolist()
         confidence = proposal.confidence_BJ.tolist() if proposal.confidence_BJ is not None else None
-        active = [not g.done(max_new_tokens) for g in live]
+        active = [not g.done(limits) for g in live]
         for i, token in enumerate(following.tolist()):
             if active[i]:
                 trace = tuple(confidence[i][: counts[i]]) if confidence is not None and self.record_confidence else ()
-                _record(
-                    live[i],
-                    drafts[i][: counts[i]],
-                    lengths[i],
-                    token,
-                    trace,
-                    max_new_tokens=max_new_tokens,
-                    stop_ids=stop_ids,
-                )
+                _record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
                 live[i].positions_computed += sent + 1
                 history[i].extend([*drafts[i][: lengths[i]], token])
         # only positions of rows that moved on may be overwritten: finished rows stay where they are
@@ -165,19 +151,21 @@ def _record(
     accepted: int,
     following: int,
     confidence: tuple[float, ...],
-    *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
+    limits: Limits,
 ) -> None:
     """Appends a round's tokens and what its slots showed.
 
     Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
     length limit do not count.
     """
-    valid = min(len(drafts), max_new_tokens - len(generation.tokens))
-    stop = next((k for k, token in enumerate(drafts) if token in stop_ids), valid)
-    valid = min(valid, stop + 1)
+    valid = min(len(drafts), limits.max_new_tokens - len(generation.tokens))
+    text = list(generation.tokens)
+    for k, token in enumerate(drafts[:valid]):
+        text.append(token)
+        if limits.stops(text):
+            valid = k + 1
+            break
     emitted = [*drafts[:accepted], following]
-    generation.emit(emitted, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    generation.emit(emitted, limits)
     generation.rounds.append(Round(len(drafts), min(accepted, valid), valid, confidence))
     generation.forwards += 1

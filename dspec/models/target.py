@@ -7,7 +7,6 @@ This module knows no drafter and no decoder.
 Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
 """
 
-import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -197,13 +196,12 @@ class Target(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)
 
-    def fingerprint(self) -> str:
-        """A digest of the weights: what responses and drafters of this target depend on."""
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(weight.detach().cpu().float().sum(dtype=torch.float64).numpy().tobytes())
-        return digest.hexdigest()[:16]
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's end of turn, and what the model's generation config adds."""
+        more = getattr(self.model.generation_config, "eos_token_id", None)
+        more = [] if more is None else [more] if isinstance(more, int) else list(more)
+        return tuple(dict.fromkeys([int(self.tokenizer.eos_token_id), *more]))
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raises UserError when prompt and new tokens do not fit the model's positions."""

@@ -5,7 +5,7 @@ with the number after `####` in the reference.
 """
 
 import re
-from collections.abc import Sequence
+from typing import Any
 
 from data.prompts import load_rows
 from eval.benchmarks.base import Item
@@ -23,14 +23,20 @@ class Gsm8k:
     """The first `count` test questions."""
 
     quality = "flexible exact match"
+    chat = True
+    stop = ()
 
     def __init__(self, *, count: int, max_new_tokens: int) -> None:
         self.max_new_tokens = max_new_tokens
-        self._rows = load_rows("gsm8k_test", hub=("openai/gsm8k", "main", "test"))[:count]
+        rows = load_rows("gsm8k_test", hub=("openai/gsm8k", "main", "test"))[:count]
+        self._rows = {f"gsm8k/test/{i:05d}": row for i, row in enumerate(rows)}
 
     def items(self) -> list[Item]:
-        return [Item(f"gsm8k/test/{i:05d}", row["question"]) for i, row in enumerate(self._rows)]
+        return [Item(name, row["question"]) for name, row in self._rows.items()]
 
-    def score(self, answers: Sequence[str]) -> list[bool]:
-        expected = [last_number(row["answer"].split("####")[-1]) for row in self._rows]
-        return [last_number(text) == number for text, number in zip(answers, expected, strict=True)]
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        expected = last_number(self._rows[item.id]["answer"].split("####")[-1])
+        return {self.quality: last_number(answer) == expected}
+
+    def source(self) -> dict[str, Any]:
+        return {"origin": "gsm8k_test", "rows": len(self._rows)}

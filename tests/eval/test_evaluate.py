@@ -1,50 +1,28 @@
-"""Counting, acceptance and the rows of the table."""
+"""Running contenders: what is decoded, timed, written down and resumed."""
 
+import contextlib
+import json
+import os
+import random
+import signal
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from data.chat import PromptPolicy
 from dspec.decoding import factory
-from dspec.decoding.base import Generation, Round
 from dspec.errors import UserError
-from dspec.models.target import embedded_target
+from dspec.models.target import Target, embedded_target
 from eval.benchmarks.base import Item
 from eval.benchmarks.gsm8k import last_number
-from eval.evaluate import Contender, Evaluation, acceptance, counts
+from eval.evaluate import Contender, Evaluation
 from eval.report import table
 
 POLICY = PromptPolicy(system=None, thinking=False)
-
-
-def generation(tokens: int, rounds: Sequence[Round]) -> Generation:
-    return Generation(
-        list(range(tokens)), prefill_tokens=1, prefill_forwards=1, forwards=len(rounds), rounds=list(rounds)
-    )
-
-
-def test_counts_follow_the_definitions() -> None:
-    first = generation(8, [Round(3, 3, 3), Round(3, 2, 3)])  # 1 + 4 + 3
-    second = generation(3, [Round(3, 0, 3), Round(3, 0, 3)])
-    got = counts([first, second])
-    assert got["tau"] == got["tpf"] == (7 + 2) / 4
-    assert got["tau_prompt_mean"] == (7 / 2 + 2 / 2) / 2
-    assert got["tpf_with_prefill"] == 11 / 6
-    assert (got["nfe"], got["nfe_prefill"], got["tokens"]) == (6, 2, 11)
-
-
-def test_plain_ar_is_exactly_one() -> None:
-    plain = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2)
-    assert counts([plain]) | {"tau": None} == counts([plain])
-    assert counts([plain])["tpf"] == 1
-    assert acceptance([plain]) is None
-
-
-def test_acceptance_leaves_cut_slots_out() -> None:
-    rounds = [Round(3, 3, 3), Round(3, 1, 3), Round(3, 1, 1), Round(3, 0, 2)]
-    got = acceptance([generation(9, rounds)])
-    assert got == {"conditional": [3 / 4, 1 / 2, 1.0], "prefix_survival": [3 / 4, 1 / 3, 1 / 2]}
 
 
 @pytest.mark.parametrize(
@@ -59,21 +37,27 @@ class Echo:
     """A benchmark whose verdict is whether there was an answer."""
 
     quality = "answered"
+    chat = True
 
-    def __init__(self, prompts: Sequence[str], max_new_tokens: int = 12) -> None:
-        self._prompts, self.max_new_tokens = prompts, max_new_tokens
+    def __init__(self, prompts: Sequence[str], max_new_tokens: int = 12, stop: tuple[str, ...] = ()) -> None:
+        self._prompts, self.max_new_tokens, self.stop = prompts, max_new_tokens, stop
 
     def items(self) -> list[Item]:
         return [Item(f"echo/{i}", text) for i, text in enumerate(self._prompts)]
 
-    def score(self, answers: Sequence[str]) -> list[bool]:
-        return [bool(text) for text in answers]
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        return {"answered": bool(answer), "long": len(answer) > 20}
+
+    def source(self) -> dict[str, Any]:
+        return {"origin": "this test"}
 
 
-def evaluation(floor: float, *, temperatures: Sequence[float] = (0.0, 1.0), seed: int = 0) -> Evaluation:
-    return Evaluation(
-        temperatures=temperatures, top_p=1.0, warmup=1, generate_prompts=2, generate_floor=floor, seed=seed
-    )
+def evaluation(floor: float, **change: Any) -> Evaluation:
+    options = {
+        "temperatures": [0.0, 1.0], "top_p": 1.0, "batch_size": 1, "limit": None, "warmup": 1,
+        "generate_prompts": 2, "generate_floor": floor, "seed": 0,
+    }  # fmt: skip
+    return Evaluation(**(options | change))
 
 
 def lookup(**kwargs: object) -> object:
@@ -84,14 +68,37 @@ CONTENDERS = {
     "autoregressive": Contender(method="AR", build=factory.autoregressive),
     "lookup": Contender(method="prompt lookup", build=lookup),  # type: ignore[arg-type]
 }
+PROMPTS = ["Tom has 3 pens.", "Say one two one two one two.", "def f(a, b):", "Ann had 7 apples.", "Once upon a time"]
 
 
-def test_rows_and_table() -> None:
-    target = embedded_target(dtype="float32", device="cpu")
-    benchmarks = {"echo": Echo(["Tom has 3 pens.", "Say one two one two one two."])}
-    kwargs = {"target": target, "draft": None, "contenders": CONTENDERS, "benchmarks": benchmarks}
-    stop = (target.tokenizer.eos_token_id,)
-    rows, check = evaluation(0.0)(**kwargs, policy=POLICY, stop_ids=stop)  # type: ignore[arg-type]
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return embedded_target(dtype="float32", device="cpu")
+
+
+def run(
+    target: Target, path: Path, evaluation: Evaluation, echo: Echo, settings: dict[str, Any] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return evaluation(
+        target=target,
+        draft=None,
+        contenders=CONTENDERS,
+        benchmarks={"echo": echo},
+        policy=POLICY,
+        stop_ids=target.stop_ids,
+        samples=path,
+        settings=settings or {"seed": 0},
+    )
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    """The file's rows without timings."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_rows_and_table(target: Target, tmp_path: Path) -> None:
+    rows, check = run(target, tmp_path / "a.jsonl", evaluation(0.0), Echo(PROMPTS[:2]))
     assert check["trusted"]
     assert [(r["method"], r["decoder"]["temperature"]) for r in rows] == [
         ("AR", 0.0), ("prompt lookup", 0.0), ("AR", 1.0), ("prompt lookup", 1.0),
@@ -100,21 +107,120 @@ def test_rows_and_table() -> None:
     assert rows[1]["mismatches"] == 0
     assert rows[2]["mismatches"] is None
     assert rows[1]["tokens"] == rows[0]["tokens"]
+    assert rows[0]["verdicts"] == {"answered": 1.0, "long": rows[0]["verdicts"]["long"]}
     console = Console(width=160, record=True)
     console.print(table(rows))
     text = console.export_text()
     assert "echo (n=2)" in text
     assert "prompt lookup" in text
-    other = evaluation(0.0, temperatures=[1.0], seed=5)(**kwargs, policy=POLICY, stop_ids=stop)[0]  # type: ignore[arg-type]
-    assert len(other) == 2
     # a slow AR loop would make every speedup look good: then none is shown
-    rows, check = evaluation(1e9, temperatures=[0.0])(**kwargs, policy=POLICY, stop_ids=stop)  # type: ignore[arg-type]
+    rows, check = run(target, tmp_path / "b.jsonl", evaluation(1e9, temperatures=[0.0]), Echo(PROMPTS[:2]))
     assert not check["trusted"]
     assert all(row["speedup"] is None for row in rows)
 
 
-def test_bad_evaluations_are_refused_before_any_work() -> None:
-    target = embedded_target(dtype="float32", device="cpu")
+def test_options_change_what_is_done(target: Target, tmp_path: Path) -> None:
+    def tokens(name: str, echo: Echo | None = None, **change: Any) -> list[list[int]]:
+        run(target, tmp_path / name, evaluation(0.0, **change), echo or Echo(PROMPTS))
+        return [row["tokens"] for row in written(tmp_path / name)[1:]]
+
+    sampled = tokens("base", temperatures=[1.0])
+    assert len(sampled) == 10
+    assert sampled != tokens("seed", temperatures=[1.0], seed=5)
+    assert sampled != tokens("top_p", temperatures=[1.0], top_p=0.3)
+    assert len(tokens("limit", temperatures=[1.0], limit=2)) == 4
+    raw = Echo(PROMPTS)
+    raw.chat = False
+    assert tokens("chat", temperatures=[0.0]) != tokens("raw", raw, temperatures=[0.0])
+
+
+def test_batches_give_what_single_prompts_give(tmp_path: Path) -> None:
+    double = embedded_target(dtype="float64", device="cpu")
+    found = []
+    for size in (1, 2, 5):
+        path = tmp_path / f"{size}.jsonl"
+        rows, _ = run(double, path, evaluation(0.0, batch_size=size), Echo(PROMPTS))
+        by_key = {
+            (row["temperature"], row["decoder"], row["id"]): (row["tokens"], row["rounds"]) for row in written(path)[1:]
+        }
+        found.append(by_key)
+        assert rows[1]["batch_size"] == size
+        assert len(by_key) == 20
+    assert found[0] == found[1] == found[2]
+
+
+def test_stop_strings_cut_text_and_tokens_alike(target: Target, tmp_path: Path) -> None:
+    run(target, tmp_path / "whole", evaluation(0.0, temperatures=[0.0]), Echo(PROMPTS, 40))
+    whole = {(r["decoder"], r["id"]): r for r in written(tmp_path / "whole")[1:]}
+    stop = whole["lookup", "echo/0"]["text"][12:16]
+    run(target, tmp_path / "cut", evaluation(0.0, temperatures=[0.0]), Echo(PROMPTS, 40, (stop,)))
+    shortened = 0
+    for row in written(tmp_path / "cut")[1:]:
+        full = whole[row["decoder"], row["id"]]
+        assert row["text"] == full["text"].split(stop)[0]
+        assert row["tokens"] == full["tokens"][: len(row["tokens"])]
+        decoded = target.tokenizer.decode(row["tokens"], skip_special_tokens=True)
+        before = target.tokenizer.decode(row["tokens"][:-1], skip_special_tokens=True)
+        if stop in full["text"]:
+            shortened += 1
+            assert row["stopped"]
+            assert stop in decoded
+            assert stop not in before  # not a token more than it takes
+    assert shortened >= 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_resuming_gives_the_unbroken_file(target: Target, tmp_path: Path, batch_size: int) -> None:
+    """The file is cut at many places, as a kill would: the rest is decoded again, nothing twice."""
+    bench, whole = evaluation(0.0, batch_size=batch_size), tmp_path / "whole.jsonl"
+    expected_rows, _ = run(target, whole, bench, Echo(PROMPTS))
+    raw, rng = whole.read_bytes(), random.Random(0)
+    for at in [0, 5, len(raw) - 1, len(raw), *(rng.randrange(len(raw)) for _ in range(8))]:
+        path = tmp_path / f"{at}.jsonl"
+        path.write_bytes(raw[:at])
+        rows, _ = run(target, path, bench, Echo(PROMPTS))
+        assert written(path) == written(whole)
+        assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected_rows]
+
+
+def test_killed_at_random_moments(target: Target, tmp_path: Path) -> None:
+    """kill -9 at least ten times, each time after another while; what is resumed in the end is the unbroken file."""
+    bench, path = evaluation(0.0, generate_prompts=1, warmup=0), tmp_path / "killed.jsonl"
+    echo = Echo([f"{text} {i}" for i in range(3) for text in PROMPTS], 8)
+    run(target, tmp_path / "whole.jsonl", bench, echo)
+    kills, rng = 0, random.Random(3)
+    while kills < 10:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                run(target, path, bench, echo)
+            os._exit(0)
+        # wait until it has written something new, then a little more
+        size = path.stat().st_size if path.is_file() else 0
+        while os.waitpid(child, os.WNOHANG) == (0, 0) and (path.stat().st_size if path.is_file() else 0) == size:
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+        kills += 1
+    run(target, path, bench, echo)
+    assert written(path) == written(tmp_path / "whole.jsonl")
+
+
+def test_resuming_with_other_settings_or_a_broken_file_is_refused(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    run(target, path, evaluation(0.0, limit=1), Echo(PROMPTS))
+    with pytest.raises(UserError, match="another seed"):
+        run(target, path, evaluation(0.0), Echo(PROMPTS), {"seed": 1})
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], "{}\n", *lines[1:]]))
+    with pytest.raises(UserError, match="line 2 is malformed"):
+        run(target, path, evaluation(0.0), Echo(PROMPTS))
+
+
+def test_bad_evaluations_are_refused_before_any_work(target: Target) -> None:
     only = {"lookup": CONTENDERS["lookup"]}
     for contenders, benchmark, words in (
         (only, Echo(["a"]), "autoregressive"),
@@ -123,3 +229,6 @@ def test_bad_evaluations_are_refused_before_any_work() -> None:
     ):
         with pytest.raises(UserError, match=words):
             evaluation(0.0).check(target=target, contenders=contenders, benchmarks={"e": benchmark}, policy=POLICY)
+    for change in ({"limit": 0}, {"batch_size": 0}):
+        with pytest.raises(UserError, match="at least 1"):
+            evaluation(0.0, **change)

@@ -1,0 +1,119 @@
+"""From samples to rows of results.json: counts, ratios, paired speedups and their bootstrap intervals. Pure functions.
+
+Counting follows design.md. Pooled sums over prompts are the headline; the mean over prompts stands beside it.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dspec.decoding.base import Generation
+from eval.samples import Sample
+
+Row = dict[str, Any]
+Statistic = Callable[[Sequence[int]], float | None]  # of the units (prompts or batches) with these indices
+
+
+def row(
+    samples: Sequence[Sample], baseline: Sequence[Sample], *, quality: str | None, greedy: bool, speeds: bool, seed: int
+) -> Row:
+    """What one decoder did on one benchmark; `baseline` are plain AR's samples of the same prompts, in order."""
+    generations = [s.generation for s in samples]
+    verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
+    ratios = paired_speedups(samples, baseline)
+    speedup = statistics.median(ratios) if speeds else None
+    differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, baseline, strict=True))
+    seconds = sum({(s.batch): s.seconds for s in samples}.values())
+    return {
+        "n": len(samples),
+        "quality": statistics.fmean(verdicts[quality]) if quality else None,
+        "quality_name": quality,
+        "verdicts": {name: statistics.fmean(values) for name, values in verdicts.items()},
+        **counts(generations),
+        "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
+        "speedup": speedup,
+        "speedup_vs_base_ar": speedup,  # the serial decoder of these weights is the shared AR base
+        "interval_95": intervals(generations, verdicts.get(quality or "", []), ratios if speeds else [], seed=seed),
+        "mismatches": differing if greedy else None,
+        "acceptance": acceptance(generations),
+    }
+
+
+def paired_speedups(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[float]:
+    """Tokens per second over the baseline's, batch by batch (a batch of one is a prompt)."""
+    own, base = _batch_speeds(samples), _batch_speeds(baseline)
+    return [own[number] / base[number] for number in own]
+
+
+def _batch_speeds(samples: Sequence[Sample]) -> dict[int, float]:
+    tokens: dict[int, int] = {}
+    for s in samples:
+        tokens[s.batch] = tokens.get(s.batch, 0) + len(s.generation.tokens)
+    return {s.batch: tokens[s.batch] / s.seconds for s in samples}
+
+
+def counts(generations: Sequence[Generation]) -> Row:
+    """Pooled counts and ratios, and the means over prompts beside them."""
+    tokens = sum(len(g.tokens) for g in generations)
+    beyond = tokens - sum(g.prefill_tokens for g in generations)
+    forwards = sum(g.forwards for g in generations)
+    nfe = sum(g.nfe for g in generations)
+    rounds = sum(len(g.rounds) for g in generations)
+    own = [(len(g.tokens) - g.prefill_tokens) / len(g.rounds) for g in generations if g.rounds]
+    return {
+        "tau": beyond / rounds if rounds else None,
+        "tau_prompt_mean": statistics.fmean(own) if own else None,
+        "tpf": beyond / forwards if forwards else None,
+        "tpf_with_prefill": tokens / nfe,
+        "nfe": nfe,
+        "nfe_prefill": nfe - forwards,
+        "positions_computed": sum(g.positions_computed for g in generations),
+        "tokens": tokens,
+    }
+
+
+def acceptance(generations: Sequence[Generation]) -> Row | None:
+    """Per slot: conditional acceptance and prefix survival, over the rounds in which the slot counts."""
+    rounds = [r for g in generations for r in g.rounds]
+    slots = max((r.drafted for r in rounds), default=0)
+    if not slots:
+        return None
+    conditional, survival = [], []
+    for k in range(slots):
+        counted = [r for r in rounds if r.valid > k]
+        reached = [r for r in counted if r.accepted >= k]
+        passed = sum(r.accepted > k for r in counted)
+        conditional.append(passed / len(reached) if reached else None)
+        survival.append(passed / len(counted) if counted else None)
+    return {"conditional": conditional, "prefix_survival": survival}
+
+
+def intervals(
+    generations: Sequence[Generation], verdicts: Sequence[bool], ratios: Sequence[float], *, seed: int
+) -> Mapping[str, list[float] | None]:
+    """95 % percentile bootstrap over prompts (speedup: over batches) of the headline numbers."""
+    beyond = [len(g.tokens) - g.prefill_tokens for g in generations]
+    forwards, rounds = [g.forwards for g in generations], [len(g.rounds) for g in generations]
+
+    def pooled(below: Sequence[int]) -> Statistic:
+        return lambda at: sum(beyond[i] for i in at) / total if (total := sum(below[i] for i in at)) else None
+
+    n = len(generations)
+    return {
+        "quality": bootstrap(lambda at: statistics.fmean(verdicts[i] for i in at), len(verdicts), seed=seed),
+        "tau": bootstrap(pooled(rounds), n if any(rounds) else 0, seed=seed),
+        "tpf": bootstrap(pooled(forwards), n if any(forwards) else 0, seed=seed),
+        "speedup": bootstrap(lambda at: statistics.median(ratios[i] for i in at), len(ratios), seed=seed),
+    }
+
+
+def bootstrap(statistic: Statistic, units: int, *, seed: int, resamples: int = 1000) -> list[float] | None:
+    """2.5 % and 97.5 % quantiles of `statistic` over resampled unit indices; None for no units."""
+    if not units:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(units, (resamples, units), generator=generator).tolist()
+    values = torch.tensor([v for at in draws if (v := statistic(at)) is not None], dtype=torch.float64)
+    return torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist() if len(values) else None

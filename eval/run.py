@@ -1,0 +1,122 @@
+"""Evaluates a checkpoint of dspec, or any Hugging Face target, with any decoders on any benchmarks.
+
+    python -m eval.run target=smollm2_135m decoder=autoregressive benchmark=gsm8k limit=50
+    python -m eval.run checkpoint=runs/dspark/<time> decoder=speculative benchmark=[gsm8k,humaneval]
+
+Leaves results.json (in the form of the main job), samples.jsonl and plots in its run folder; plain AR always runs
+beside the other decoders. `resume=<folder>` goes on after a kill. It wires what the config names.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from data.chat import PromptPolicy
+from dspec.atomic import write_json
+from dspec.config import entry_point, instantiate
+from dspec.decoding import factory
+from dspec.errors import UserError
+from dspec.models.checkpoint import from_pretrained
+from dspec.models.draft import Draft
+from dspec.models.target import Target, load_target
+from dspec.provenance import provenance
+from dspec.train import quiet
+from eval.evaluate import BASELINE, Contender
+
+log = logging.getLogger(__name__)
+
+
+def draft_folder(checkpoint: Path) -> Path | None:
+    """Where the drafter of a run folder (or the folder of a drafter itself) is; None for a run of an AR base."""
+    if not checkpoint.is_dir():
+        raise UserError(f"no checkpoint at {checkpoint}: give a run folder, or a drafter's folder with config.json")
+    if (checkpoint / "draft").is_dir():
+        return checkpoint / "draft"
+    if (checkpoint / "target").is_dir():
+        return None
+    if not (checkpoint / "model.safetensors").is_file():
+        raise UserError(f"{checkpoint} holds neither draft/ nor target/ nor model.safetensors: did its run finish?")
+    return checkpoint
+
+
+def run_config(checkpoint: Path | None) -> dict[str, Any]:
+    """The composed config of the run that made `checkpoint`; {} for a foreign drafter or none."""
+    for folder in [] if checkpoint is None else [checkpoint, checkpoint.parent]:
+        path = folder / "config.json"
+        if path.is_file():
+            config = json.loads(path.read_text(encoding="utf-8"))
+            if "method" in config and "target" in config:
+                return dict(config)
+    return {}
+
+
+def build_target(node: DictConfig | None, checkpoint: Path | None, stored: dict[str, Any]) -> Target:
+    """What `target=` says, else the target that the checkpoint was trained against (or is)."""
+    if node is not None:
+        return instantiate(node)
+    if checkpoint is None:
+        raise UserError("nothing to evaluate: say target=<name>, checkpoint=<run folder>, or both")
+    if (checkpoint / "target").is_dir():
+        own = stored["target"]
+        path = str(checkpoint / "target")
+        return load_target(
+            path=path, name=path, dtype=own["dtype"], device=own.get("device", "cpu"), mask_token_id=None
+        )
+    if "target" not in stored:
+        raise UserError(f"{checkpoint} does not say which target it belongs to: add target=<name>")
+    return instantiate(OmegaConf.create(stored["target"]))
+
+
+def _policy(stored: dict[str, Any], draft: Draft | None, default: PromptPolicy) -> PromptPolicy:
+    """How the training prompts were rendered, if the checkpoint tells."""
+    own = (stored.get("data") or {}).get("policy") or (draft.prompt_policy if draft is not None else {})
+    return PromptPolicy(system=own["system"], thinking=own["thinking"]) if own else default
+
+
+def evaluate(cfg: DictConfig) -> None:
+    """One evaluation in Hydra's run folder."""
+    quiet()
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
+    if "benchmark" not in cfg:
+        raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
+    checkpoint = Path(cfg.checkpoint).expanduser() if cfg.checkpoint is not None else None
+    folder = draft_folder(checkpoint) if checkpoint is not None else None
+    stored = run_config(checkpoint)
+    target = build_target(cfg.get("target"), checkpoint, stored)
+    draft = from_pretrained(folder, target=target, layout=cfg.layout) if folder is not None else None
+    cfg.label = cfg.label or stored.get("label") or (folder.name if folder is not None else "draft")
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    policy = _policy(stored, draft, instantiate(cfg.policy))
+    contenders = instantiate(cfg.decoder)
+    if BASELINE not in contenders:
+        contenders = {BASELINE: Contender(method="AR", build=factory.autoregressive), **contenders}
+    benchmarks, evaluation, report = instantiate(cfg.benchmark), instantiate(cfg.evaluation), instantiate(cfg.report)
+    write_json(run_dir / "config.json", plain)
+    log.info("evaluating %s in %s", target.name, run_dir)
+    rows, check = evaluation(
+        target=target,
+        draft=draft,
+        contenders=contenders,
+        benchmarks=benchmarks,
+        policy=policy,
+        stop_ids=target.stop_ids,
+        samples=run_dir / "samples.jsonl",
+        settings=plain | {"resume": None},
+    )
+    dtype = str(target.dtype).removeprefix("torch.")
+    run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=policy.to_dict(target.tokenizer))
+    sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
+    results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": None}
+    report(results=results, history=[], run_dir=run_dir)
+
+
+main = entry_point(config="eval")(evaluate)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Counting, acceptance, paired speedups and their intervals."""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+
+from dspec.decoding.base import Generation, Round
+from eval.rows import acceptance, bootstrap, counts, paired_speedups, row
+from eval.samples import Sample
+
+
+def generation(tokens: int, rounds: Sequence[Round]) -> Generation:
+    return Generation(
+        list(range(tokens)), prefill_tokens=1, prefill_forwards=1, forwards=len(rounds), rounds=list(rounds)
+    )
+
+
+def test_counts_follow_the_definitions() -> None:
+    first = generation(8, [Round(3, 3, 3), Round(3, 2, 3)])  # 1 + 4 + 3
+    second = generation(3, [Round(3, 0, 3), Round(3, 0, 3)])
+    got = counts([first, second])
+    assert got["tau"] == got["tpf"] == (7 + 2) / 4
+    assert got["tau_prompt_mean"] == (7 / 2 + 2 / 2) / 2
+    assert got["tpf_with_prefill"] == 11 / 6
+    assert (got["nfe"], got["nfe_prefill"], got["tokens"]) == (6, 2, 11)
+
+
+def test_plain_ar_is_exactly_one() -> None:
+    plain = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2)
+    assert counts([plain]) | {"tau": None} == counts([plain])
+    assert counts([plain])["tpf"] == 1
+    assert acceptance([plain]) is None
+
+
+def test_acceptance_leaves_cut_slots_out() -> None:
+    rounds = [Round(3, 3, 3), Round(3, 1, 3), Round(3, 1, 1), Round(3, 0, 2)]
+    got = acceptance([generation(9, rounds)])
+    assert got == {"conditional": [3 / 4, 1 / 2, 1.0], "prefix_survival": [3 / 4, 1 / 3, 1 / 2]}
+
+
+def sample(tokens: int, seconds: float, *, batch: int, right: bool = True, rounds: int = 1) -> Sample:
+    return Sample(
+        benchmark="b", temperature=0.0, decoder="d", batch=batch, id=str(batch), text="", verdicts={"right": right},
+        generation=generation(tokens, [Round(3, 1, 3)] * rounds), seconds=seconds,
+    )  # fmt: skip
+
+
+def test_speeds_are_paired_by_batch() -> None:
+    """A batch's seconds are shared: its tokens are pooled, and its seconds count once."""
+    base = [sample(10, 2.0, batch=0), sample(30, 2.0, batch=0), sample(10, 1.0, batch=1)]
+    fast = [sample(10, 1.0, batch=0), sample(30, 1.0, batch=0), sample(10, 0.2, batch=1)]
+    assert paired_speedups(fast, base) == [2.0, 5.0]
+    got = row(fast, base, quality="right", greedy=True, speeds=True, seed=0)
+    assert got["speedup"] == 3.5
+    assert math.isclose(got["tokens_per_second"], 50 / 1.2)
+    assert row(fast, base, quality="right", greedy=True, speeds=False, seed=0)["speedup"] is None
+
+
+def test_quality_and_mismatches() -> None:
+    base = [sample(4, 1.0, batch=i) for i in range(4)]
+    own = [sample(4 if i else 5, 1.0, batch=i, right=i < 3) for i in range(4)]
+    got = row(own, base, quality="right", greedy=True, speeds=True, seed=0)
+    assert (got["quality"], got["mismatches"], got["verdicts"]) == (0.75, 1, {"right": 0.75})
+    low, high = got["interval_95"]["quality"]
+    assert 0 <= low < 0.75 < high <= 1
+    sampled = row(own, base, quality=None, greedy=False, speeds=True, seed=0)
+    assert (sampled["quality"], sampled["mismatches"]) == (None, None)
+
+
+def test_bootstrap_covers_the_mean_about_95_times_in_100() -> None:
+    rng, covered = random.Random(1), 0
+    for trial in range(200):
+        values = [rng.gauss(3.0, 1.0) for _ in range(40)]
+        interval = bootstrap(lambda at, v=values: statistics.fmean(v[i] for i in at), 40, seed=trial)  # type: ignore[misc]
+        assert interval is not None
+        covered += interval[0] <= 3.0 <= interval[1]
+    assert 178 <= covered <= 198
+    assert bootstrap(lambda at: 1.0, 0, seed=0) is None

@@ -1,0 +1,138 @@
+"""python -m eval.run: what it takes, what it leaves, and how it refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dspec.models.checkpoint import save_pretrained
+from dspec.models.draft import build_draft
+from dspec.models.target import embedded_target
+from eval.run import main
+
+Run = Callable[..., Path]
+SMALL = [
+    "limit=2", "evaluation.temperatures=[0.0]", "evaluation.generate_prompts=1", "evaluation.generate_floor=0.0",
+    "benchmark.problems.max_new_tokens=24", "benchmark.problems_unseen.max_new_tokens=24",
+    "benchmark.functions.max_new_tokens=24",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    def call(*args: str, name: str = "run") -> Path:
+        where = [] if any(a.startswith("resume=") for a in args) else [f"hydra.run.dir={tmp_path / name}"]
+        monkeypatch.setattr(sys, "argv", ["eval.run", *args, *where])
+        main()
+        return tmp_path / name
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with an untrained drafter."""
+    target = embedded_target(dtype="float32", device="cpu")
+    draft = build_draft(
+        target=target, num_layers=1, intermediate_size=None, block_size=4, layout="anchor_first", num_taps=2,
+        target_layer_ids=None, markov_head_type="vanilla", markov_rank=8, confidence_head=True,
+        confidence_head_with_markov=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("run")
+    save_pretrained(draft, folder / "draft", card="made by a test")
+    node = {"_target_": "dspec.models.target.embedded_target", "dtype": "float32", "device": "cpu"}
+    config = {
+        "target": node,
+        "method": {},
+        "label": "mine",
+        "data": {"policy": {"system": "Be brief.", "thinking": False}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def results(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(**json.loads((folder / "results.json").read_text()))
+
+
+def test_a_target_alone(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("target=tiny", "decoder=prompt_lookup", "benchmark=tiny", *SMALL)
+    found = results(folder)
+    assert [(r["method"], r["benchmark"], r["n"]) for r in found.rows] == [
+        (method, benchmark, 2)
+        for benchmark in ("problems", "problems_unseen", "functions")
+        for method in ("AR", "prompt lookup")  # AR comes along by itself: speeds refer to it
+    ]
+    assert found.run["benchmarks"]["problems"]["rows"] == 50
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 1 + 3 * 2 * 2
+    assert "prompt lookup" in capsys.readouterr().out
+
+
+def test_a_checkpoint_brings_its_target_label_and_policy(run: Run, checkpoint: Path) -> None:
+    found = results(run(f"checkpoint={checkpoint}", "decoder=speculative", "benchmark=tiny", *SMALL))
+    assert {r["method"] for r in found.rows} == {"AR", "mine"}
+    assert found.run["prompt_policy"]["system"] == "Be brief."
+    assert all(r["mismatches"] == 0 for r in found.rows)
+    bare = results(
+        run(
+            f"checkpoint={checkpoint / 'draft'}",
+            "target=tiny",
+            "decoder=speculative",
+            "benchmark=tiny",
+            *SMALL,
+            name="b",
+        )
+    )
+    assert {r["target"] for r in bare.rows} == {"tiny"}
+
+
+def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("target=tiny", "benchmark=tiny", *SMALL)
+    before = (folder / "samples.jsonl").read_bytes()
+    (folder / "samples.jsonl").write_bytes(before[:-300])
+    run(f"resume={folder}", "target=tiny", "benchmark=tiny", *SMALL)
+    after = (folder / "samples.jsonl").read_text().splitlines()
+    for old, new in zip(before.decode().splitlines(), after, strict=True):
+        assert {**json.loads(old), "seconds": 0} == {**json.loads(new), "seconds": 0}
+    with pytest.raises(SystemExit):
+        run(f"resume={folder}", "target=tiny", "benchmark=tiny", *SMALL, "seed=1")
+    assert "another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["benchmark=tiny"], ["target=", "checkpoint="]),
+        (["target=tiny"], ["benchmark"]),
+        (["target=tiny", "benchmark=nope"], ["benchmark/nope", "gsm8k"]),
+        (["target=tiny", "benchmark=tiny", "decoder=speculative"], ["drafter"]),
+        (["target=tiny", "benchmark=tiny", "decoder=nope"], ["decoder/nope", "prompt_lookup"]),
+        (["target=tiny", "benchmark=tiny", "limit=0"], ["limit=0"]),
+        (["target=tiny", "benchmark=tiny", "+foo=1"], ["foo"]),
+        (["checkpoint=/no/checkpoint", "benchmark=tiny"], ["no checkpoint at /no/checkpoint"]),
+        (["checkpoint=.", "benchmark=tiny"], ["neither draft/ nor target/"]),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    args: list[str], words: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        run(*args)
+    assert exit_.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert all(word in lines[0] for word in words)
+
+
+def test_missing_data_names_the_path_that_was_tried(
+    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSPEC_DATA", str(tmp_path / "data"))
+    with pytest.raises(SystemExit):
+        run("target=tiny", "benchmark=gsm8k")
+    assert str(tmp_path / "data" / "gsm8k_test.jsonl") in capsys.readouterr().err
