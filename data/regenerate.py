@@ -9,18 +9,23 @@ interrupted file equals an unbroken one.
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.config import entry_point, instantiate
 from dspec.decoding.base import Decoder
 from dspec.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ def settings_key(settings: Mapping[str, Any]) -> str:
 
 
 def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[str, Response]:
-    """Finished responses by id; {} when there is no file. A torn last line is cut off the file.
+    """Finished responses by id; {} when there is no file. A torn last line is passed over.
 
     Raises UserError when the file was written with other settings or an inner row is malformed.
     """
@@ -50,9 +55,6 @@ def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[str, Respons
         return {}
     raw = path.read_bytes()
     whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
     done: dict[str, Response] = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
@@ -88,41 +90,82 @@ def regenerate(
     stays, and the next run goes on from there.
     """
     done = read_responses(path, settings)
+    if all(name in done for name, _ in prompts):
+        return [done[name] for name, _ in prompts]
+    try:
+        with _alone(path):
+            done = read_responses(path, settings)
+            _drop_torn_line(path)
+            _generate_missing(
+                path, settings, prompts, done, decoder, stop_ids, max_new_tokens, batch_size, seed, describe
+            )
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
+    return [done[name] for name, _ in prompts]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Two runs of the same settings share one file: the second waits, then finds the responses there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=1)
+    except Timeout:
+        log.info("another run is writing %s; waiting for it", path)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _drop_torn_line(path: Path) -> None:
+    if path.is_file():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def _generate_missing(
+    path: Path,
+    settings: Mapping[str, Any],
+    prompts: Sequence[tuple[str, list[int]]],
+    done: dict[str, Response],
+    decoder: Decoder,
+    stop_ids: Sequence[int],
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+    describe: Callable[[list[int]], str],
+) -> None:
+    """Generates and appends what `done` lacks, and adds it there."""
     ranked = sorted(prompts, key=lambda p: len(p[1]))  # batches of like lengths
     batches = [ranked[i : i + batch_size] for i in range(0, len(ranked), batch_size)]
     # a half-written batch is run whole again: its shape decides how float32 rounds
     todo = [batch for batch in batches if any(name not in done for name, _ in batch)]
-    if todo:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        try:
-            with (
-                path.open("a", encoding="utf-8") as file,
-                Progress(TextColumn("responses by the target"), *columns) as bar,
-            ):
-                task = bar.add_task("regenerate", total=sum(map(len, todo)))
-                if file.tell() == 0:
-                    file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-                for batch in todo:
-                    generations = decoder.decode(
-                        [ids for _, ids in batch],
-                        max_new_tokens=max_new_tokens,
-                        stop_ids=stop_ids,
-                        seeds=[prompt_seed(seed, name) for name, _ in batch],
-                    )
-                    for (name, ids), generation in zip(batch, generations, strict=True):
-                        if name in done:
-                            continue
-                        response = Response(name, ids, generation.tokens, generation.stopped)
-                        row = vars(response) | {"text": describe(generation.tokens)}
-                        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                        done[name] = response
-                    file.flush()
-                    os.fsync(file.fileno())
-                    bar.advance(task, len(batch))
-        except OSError as error:
-            raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
-    return [done[name] for name, _ in prompts]
+    if not todo:
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with path.open("a", encoding="utf-8") as file, Progress(TextColumn("responses by the target"), *columns) as bar:
+        task = bar.add_task("regenerate", total=sum(map(len, todo)))
+        if file.tell() == 0:
+            file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
+        for batch in todo:
+            generations = decoder.decode(
+                [ids for _, ids in batch],
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                seeds=[prompt_seed(seed, name) for name, _ in batch],
+            )
+            for (name, ids), generation in zip(batch, generations, strict=True):
+                if name in done:
+                    continue
+                response = Response(name, ids, generation.tokens, generation.stopped)
+                row = vars(response) | {"text": describe(generation.tokens)}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                done[name] = response
+            file.flush()
+            os.fsync(file.fileno())
+            bar.advance(task, len(batch))
 
 
 def _task(cfg: DictConfig) -> None:

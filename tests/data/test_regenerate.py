@@ -1,6 +1,8 @@
 """Regeneration: nothing lost, nothing doubled, and an interrupted file equals an unbroken one."""
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,6 +70,27 @@ def test_finished_file_is_only_read(tmp_path: Path) -> None:
     assert run(path, decoder) == first
     assert decoder.calls == 0
     assert [r.id for r in first] == [name for name, _ in PROMPTS]
+
+
+def test_two_runs_at_once_share_the_file(tmp_path: Path) -> None:
+    """The second waits for the first and generates nothing twice."""
+    path = tmp_path / "r.jsonl"
+    expected = run(tmp_path / "alone.jsonl", FakeDecoder())
+
+    class Slow(FakeDecoder):
+        def decode(self, *args: object, **kwargs: object) -> list[Generation]:
+            time.sleep(0.2)
+            return super().decode(*args, **kwargs)  # type: ignore[arg-type]
+
+    children = []
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            run(path, Slow())
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert sorted(map(str, rows(path))) == sorted(map(str, rows(tmp_path / "alone.jsonl")))
+    assert run(path, FakeDecoder()) == expected
 
 
 def test_seed_and_settings_matter(tmp_path: Path) -> None:
