@@ -9,6 +9,7 @@ beside the other decoders. `resume=<folder>` goes on after a kill. It wires what
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,29 @@ def build_target(node: DictConfig | None, checkpoint: Path | None, stored: dict[
     return instantiate(OmegaConf.create(stored["target"]))
 
 
-def _policy(stored: dict[str, Any], draft: Draft | None, default: PromptPolicy) -> PromptPolicy:
-    """How the training prompts were rendered, if the checkpoint tells."""
-    own = (stored.get("data") or {}).get("policy") or (draft.prompt_policy if draft is not None else {})
-    return PromptPolicy(system=own["system"], thinking=own["thinking"]) if own else default
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: a target, its drafter if there is one, and how chat prompts are put to it."""
+
+    target: Target
+    draft: Draft | None
+    label: str
+    policy: PromptPolicy
+
+
+def load_subject(cfg: DictConfig) -> Subject:
+    """What `target`, `checkpoint`, `layout`, `label` and `policy` of conf/eval.yaml say; raises UserError."""
+    checkpoint = Path(cfg.checkpoint).expanduser() if cfg.checkpoint is not None else None
+    folder = draft_folder(checkpoint) if checkpoint is not None else None
+    stored = run_config(checkpoint)
+    target = build_target(cfg.get("target"), checkpoint, stored)
+    draft = from_pretrained(folder, target=target, layout=cfg.layout) if folder is not None else None
+    label = cfg.label or stored.get("label") or (folder.name if folder is not None else "draft")
+    trained = (stored.get("data") or {}).get("policy") or (draft.prompt_policy if draft is not None else {})
+    policy = (
+        PromptPolicy(system=trained["system"], thinking=trained["thinking"]) if trained else instantiate(cfg.policy)
+    )
+    return Subject(target, draft, label, policy)
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -85,14 +105,9 @@ def evaluate(cfg: DictConfig) -> None:
     torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
     if "benchmark" not in cfg:
         raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
-    checkpoint = Path(cfg.checkpoint).expanduser() if cfg.checkpoint is not None else None
-    folder = draft_folder(checkpoint) if checkpoint is not None else None
-    stored = run_config(checkpoint)
-    target = build_target(cfg.get("target"), checkpoint, stored)
-    draft = from_pretrained(folder, target=target, layout=cfg.layout) if folder is not None else None
-    cfg.label = cfg.label or stored.get("label") or (folder.name if folder is not None else "draft")
+    subject = load_subject(cfg)
+    target, cfg.label = subject.target, subject.label
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    policy = _policy(stored, draft, instantiate(cfg.policy))
     contenders = instantiate(cfg.decoder)
     if BASELINE not in contenders:
         contenders = {BASELINE: Contender(method="AR", build=factory.autoregressive), **contenders}
@@ -101,16 +116,16 @@ def evaluate(cfg: DictConfig) -> None:
     log.info("evaluating %s in %s", target.name, run_dir)
     rows, check = evaluation(
         target=target,
-        draft=draft,
+        draft=subject.draft,
         contenders=contenders,
         benchmarks=benchmarks,
-        policy=policy,
+        policy=subject.policy,
         stop_ids=target.stop_ids,
         samples=run_dir / "samples.jsonl",
         settings=plain | {"resume": None},
     )
     dtype = str(target.dtype).removeprefix("torch.")
-    run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=policy.to_dict(target.tokenizer))
+    run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=subject.policy.to_dict(target.tokenizer))
     sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
     results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": None}
     report(results=results, history=[], run_dir=run_dir)
