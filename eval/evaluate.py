@@ -86,10 +86,13 @@ class Evaluation:
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
     ) -> dict[str, list[tuple[str, list[int]]]]:
-        """(id, prompt ids) of each benchmark. Raises UserError without the AR baseline, for no benchmark, and for
-        a prompt that does not fit the context."""
+        """(id, prompt ids) of each benchmark. Raises UserError without the AR baseline, for no benchmark, for one
+        that is not plain chat, and for a prompt that does not fit the context."""
         if BASELINE not in contenders:
             raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
+        for name, benchmark in benchmarks.items():
+            if benchmark.stop or not benchmark.chat:
+                raise UserError(f"{name} is no plain chat (raw text or stop strings): run it with python -m eval.run")
         encoded = {
             name: [(item.id, prompt_ids(target.tokenizer, item.prompt, policy)) for item in benchmark.items()]
             for name, benchmark in benchmarks.items()
@@ -205,11 +208,12 @@ def _rows(
     *,
     speeds: bool,
 ) -> list[Row]:
-    base = runs[BASELINE]
+    base, items = runs[BASELINE], benchmark.items()
     rows = []
     for key, run in runs.items():
         answers = [target.tokenizer.decode(g.tokens, skip_special_tokens=True) for g in run.generations]
-        verdicts = benchmark.score(answers)
+        judged = [benchmark.score(item, answer) for item, answer in zip(items, answers, strict=True)]
+        verdicts = [verdict[benchmark.quality] for verdict in judged if verdict]
         paired = [own / ar for own, ar in zip(run.speeds(), base.speeds(), strict=True)]
         speedup = statistics.median(paired) if speeds else None
         greedy = decoders[key].sampling.greedy
@@ -220,8 +224,8 @@ def _rows(
                 "target": target.name,
                 "decoder": {"name": key, **decoders[key].settings()},
                 "benchmark": name,
-                "n": len(verdicts),
-                "quality": sum(verdicts) / len(verdicts),
+                "n": len(answers),
+                "quality": statistics.fmean(verdicts) if verdicts else None,
                 "quality_name": benchmark.quality,
                 **counts(run.generations),
                 "tokens_per_second": sum(len(g.tokens) for g in run.generations) / sum(run.seconds),

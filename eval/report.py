@@ -88,7 +88,7 @@ def table(rows: Rows) -> Table:
             f"{row['benchmark']} (n={row['n']})" if shown else "",
             f"{group[1]:g}" if shown else "",
             row["method"],
-            f"{100 * row['quality']:.1f} %",
+            _number(row["quality"], ".1%").replace("%", " %"),
             _number(row["tau"], ".2f"),
             _number(row["tpf"], ".2f"),
             str(row["nfe"]),

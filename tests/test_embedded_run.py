@@ -91,7 +91,8 @@ def test_target_solves_its_benchmarks_but_not_all(target: Target) -> None:
         answers = [
             target.tokenizer.decode(g.tokens, skip_special_tokens=True) for g in decode(target, greedy, benchmark)
         ]
-        scores[name] = sum(benchmark.score(answers)) / len(answers)
+        pairs = zip(benchmark.items(), answers, strict=True)
+        scores[name] = sum(benchmark.score(i, text)[benchmark.quality] for i, text in pairs) / len(answers)
     print(scores)
     assert 0.7 <= scores["problems"] <= 0.97
     assert 0.5 <= scores["functions"] <= 0.97

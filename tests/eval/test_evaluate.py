@@ -1,6 +1,7 @@
 """Counting, acceptance and the rows of the table."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,6 @@ from dspec.decoding.base import Generation, Round
 from dspec.errors import UserError
 from dspec.models.target import embedded_target
 from eval.benchmarks.base import Item
-from eval.benchmarks.gsm8k import last_number
 from eval.evaluate import Contender, Evaluation, acceptance, counts
 from eval.report import table
 
@@ -47,18 +47,12 @@ def test_acceptance_leaves_cut_slots_out() -> None:
     assert got == {"conditional": [3 / 4, 1 / 2, 1.0], "prefix_survival": [3 / 4, 1 / 3, 1 / 2]}
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("so 1,234 in all.", 1234), ("#### -7", -7), ("costs $3.50", 3.5), ("5 then 6", 6), ("none", None), ("", None)],
-)
-def test_last_number(text: str, number: float | None) -> None:
-    assert last_number(text) == number
-
-
 class Echo:
     """A benchmark whose verdict is whether there was an answer."""
 
     quality = "answered"
+    chat = True
+    stop: tuple[str, ...] = ()
 
     def __init__(self, prompts: Sequence[str], max_new_tokens: int = 12) -> None:
         self._prompts, self.max_new_tokens = prompts, max_new_tokens
@@ -66,8 +60,24 @@ class Echo:
     def items(self) -> list[Item]:
         return [Item(f"echo/{i}", text) for i, text in enumerate(self._prompts)]
 
-    def score(self, answers: Sequence[str]) -> list[bool]:
-        return [bool(text) for text in answers]
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        return {self.quality: bool(answer)}
+
+    def source(self) -> dict[str, Any]:
+        return {}
+
+
+class Unjudged(Echo):
+    """Speed and acceptance only."""
+
+    quality = ""
+
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        return {}
+
+
+class Raw(Echo):
+    chat = False
 
 
 def evaluation(floor: float, *, temperatures: Sequence[float] = (0.0, 1.0), seed: int = 0) -> Evaluation:
@@ -113,12 +123,24 @@ def test_rows_and_table() -> None:
     assert all(row["speedup"] is None for row in rows)
 
 
+def test_a_benchmark_without_quality_shows_none() -> None:
+    target = embedded_target(dtype="float32", device="cpu")
+    kwargs = {"target": target, "draft": None, "contenders": {"autoregressive": CONTENDERS["autoregressive"]}}
+    kwargs |= {"benchmarks": {"talk": Unjudged(["Tom has 3 pens.", "Hello."])}, "policy": POLICY}
+    rows, _ = evaluation(0.0, temperatures=[0.0])(**kwargs, stop_ids=(target.tokenizer.eos_token_id,))  # type: ignore[arg-type]
+    assert (rows[0]["quality"], rows[0]["n"]) == (None, 2)
+    console = Console(width=160, record=True)
+    console.print(table(rows))
+    assert "–" in console.export_text()
+
+
 def test_bad_evaluations_are_refused_before_any_work() -> None:
     target = embedded_target(dtype="float32", device="cpu")
     only = {"lookup": CONTENDERS["lookup"]}
     for contenders, benchmark, words in (
         (only, Echo(["a"]), "autoregressive"),
         (CONTENDERS, Echo([]), "no prompts"),
+        (CONTENDERS, Raw(["a"]), "eval.run"),
         (CONTENDERS, Echo(["long " * 2000]), "exceed the context"),
     ):
         with pytest.raises(UserError, match=words):
