@@ -3,16 +3,14 @@
 A source gives prompts for the splits "train" and "calibration", which never meet. It knows no tokenizer.
 """
 
-import gzip
 import hashlib
-import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from data.embedded.corpus import corpus
+from data.rows import gsm8k_rows, read_jsonl
 from dspec.errors import UserError
 
 
@@ -66,7 +64,7 @@ class Gsm8kPrompts:
         self._train, self._calibration = train, calibration
 
     def prompts(self, split: str) -> list[Prompt]:
-        rows = load_rows("gsm8k_train", hub=("openai/gsm8k", "main", "train"))
+        rows = gsm8k_rows("train").rows
         every = [Prompt(f"gsm8k/train/{i:05d}", row["question"], row["answer"]) for i, row in enumerate(rows)]
         return _split_by_id(every, split, train=self._train, calibration=self._calibration)
 
@@ -89,41 +87,3 @@ class JsonlPrompts:
         if len({p.id for p in every}) < len(every):
             raise UserError(f'{self._path}: an "id" occurs twice; make them unique or leave them out')
         return _split_by_id(every, split, train=self._train, calibration=self._calibration)
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, row) of a JSON Lines file, gzip or plain; raises UserError with file and line for a bad row."""
-    if not path.is_file():
-        raise UserError(f"no data file at {path}; check the path (DSPEC_DATA={os.environ.get('DSPEC_DATA', 'unset')})")
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                what = "is empty" if not line.strip() else f"is not JSON ({error})"
-                raise UserError(f"{path}, line {number} {what}; mend or delete it") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}, line {number} is not a JSON object; mend or delete it")
-            yield number, row
-
-
-def load_rows(name: str, *, hub: tuple[str, str, str]) -> list[dict[str, Any]]:
-    """Rows of a public data set: from $DSPEC_DATA/<name>.jsonl[.gz] if that is set, else from the Hugging Face Hub."""
-    if folder := os.environ.get("DSPEC_DATA"):
-        tried = [Path(folder).expanduser() / f"{name}{suffix}" for suffix in (".jsonl.gz", ".jsonl")]
-        found = next((path for path in tried if path.is_file()), None)
-        if found is None:
-            raise UserError(
-                f"no data file {' or '.join(map(str, tried))}; put it there or unset DSPEC_DATA for the Hub"
-            )
-        return [row for _, row in read_jsonl(found)]
-    from datasets import load_dataset
-
-    repo, config, split = hub
-    try:
-        return [dict(row) for row in load_dataset(repo, config, split=split)]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot load {repo} from the Hub ({type(error).__name__}); set DSPEC_DATA to a folder with {name}.jsonl.gz"
-        ) from error

@@ -1,7 +1,7 @@
 """lm-evaluation-harness with our decoders: its own command line, one more model.
 
-    python -m eval.lm_eval run --model dspec --model_args checkpoint=runs/dspark/<time>,decoder=speculative --tasks gsm8k
-    python -m eval.lm_eval run --model dspec --model_args target=smollm2_135m --tasks dspec_gsm8k --limit 20
+    python -m eval.lm_eval --model dspec --model_args checkpoint=<run dir>,decoder=speculative --tasks gsm8k
+    python -m eval.lm_eval --model dspec --model_args target=smollm2_135m --tasks dspec_gsm8k --limit 20
 
 model_args are keys of conf/eval.yaml (target, checkpoint, decoder, label, seed, ...), plus batch_size. The tasks of
 eval/tasks (dspec_*) read $DSPEC_DATA and need no Hub. tpf, tau and nfe land in the results under "dspec". Needs the

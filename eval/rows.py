@@ -17,7 +17,7 @@ Statistic = Callable[[Sequence[int]], float | None]  # of the units (prompts or 
 
 
 def row(
-    samples: Sequence[Sample], baseline: Sequence[Sample], *, quality: str | None, greedy: bool, speeds: bool, seed: int
+    samples: Sequence[Sample], baseline: Sequence[Sample], *, quality: str, greedy: bool, speeds: bool, seed: int
 ) -> Row:
     """What one decoder did on one benchmark; `baseline` are plain AR's samples of the same prompts, in order."""
     generations = [s.generation for s in samples]
@@ -29,13 +29,13 @@ def row(
     return {
         "n": len(samples),
         "quality": statistics.fmean(verdicts[quality]) if quality else None,
-        "quality_name": quality,
+        "quality_name": quality or None,
         "verdicts": {name: statistics.fmean(values) for name, values in verdicts.items()},
         **counts(generations),
         "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
         "speedup": speedup,
         "speedup_vs_base_ar": speedup,  # the serial decoder of these weights is the shared AR base
-        "interval_95": intervals(generations, verdicts.get(quality or "", []), ratios if speeds else [], seed=seed),
+        "interval_95": intervals(generations, verdicts.get(quality, []), ratios if speeds else [], seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
     }

@@ -8,15 +8,12 @@ of its own with few builtins and tight limits. That stops accidents and simple t
 import ast
 import builtins
 import json
-import os
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 _ANSWER = re.compile(r"####[ \t]*(-?\d[\d,]*)")
 _MAX_SOURCE = 4000
@@ -99,14 +96,6 @@ print(job["token"])
 """
 
 
-class FunctionItem(NamedTuple):
-    """What ``score_function`` needs of one answer."""
-
-    prompt: str
-    body: str
-    tests: Sequence[str]
-
-
 def score_problem(text: str, answer: str) -> bool:
     """Whether the last ``#### <integer>`` of ``text`` is ``answer``; thousands may have commas."""
     found = _ANSWER.findall(text)
@@ -145,12 +134,6 @@ def score_function(prompt: str, body: str, tests: Sequence[str], *, timeout_s: f
         except subprocess.TimeoutExpired:
             return False
     return done.returncode == 0 and done.stdout == f"{token}\n"
-
-
-def score_functions(items: Sequence[FunctionItem], *, timeout_s: float) -> list[bool]:
-    """``score_function`` for each item, a few at a time."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda item: score_function(*item, timeout_s=timeout_s), items))
 
 
 def _allowed(source: str) -> str | None:

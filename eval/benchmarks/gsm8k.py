@@ -1,42 +1,60 @@
-"""GSM8K test questions, zero-shot chat (Cobbe et al. 2021; data MIT, openai/grade-school-math).
+"""GSM8K test questions (Cobbe et al. 2021, arXiv 2110.14168; data MIT, openai/grade-school-math).
 
-The user turn is the question alone; the answer is the last number of the response ("flexible" extraction), compared
-with the number after `####` in the reference.
+Prompt: with no shots the user turn is the question alone. With shots, and for raw completion, the layout is that of
+lm-eval's task gsm8k ("Question:", "Answer:", blank lines between), its worked examples the first ones of the train
+split. Verdicts are those of lm-eval's two filters and its exact match: "strict" reads what follows the first `#### `,
+"flexible" the last number of the answer; both are compared as text without commas, dollar signs and a last full stop.
+Strict is mostly False without shots, since nothing asks for `####`.
 """
 
 import re
-from typing import Any
 
-from data.prompts import load_rows
-from eval.benchmarks.base import Item
+from data.rows import Row, gsm8k_rows
+from eval.benchmarks.base import FileBenchmark, Item
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-
-
-def last_number(text: str) -> float | None:
-    """The last number in a text, thousands separators removed; None when there is none."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 
-class Gsm8k:
-    """The first `count` test questions."""
+def normalise(number: str) -> str:
+    """A number as text for comparison: without commas, dollar signs, what precedes `#### ` and a last full stop."""
+    text = number.replace(",", "").replace("$", "")
+    return re.sub(r"\.$", "", re.sub(r"(?s).*#### ", "", text))
 
+
+def strict_number(text: str) -> str | None:
+    """The number after the first `#### `, or None."""
+    found = _STRICT.search(text)
+    return normalise(found[1]) if found else None
+
+
+def flexible_number(text: str) -> str | None:
+    """The last number of a text, or None."""
+    found = _FLEXIBLE.findall(text)
+    return normalise(found[-1]) if found else None
+
+
+class Gsm8k(FileBenchmark):
     quality = "flexible exact match"
-    chat = True
-    stop = ()
 
-    def __init__(self, *, count: int, max_new_tokens: int) -> None:
-        self.max_new_tokens = max_new_tokens
-        rows = load_rows("gsm8k_test", hub=("openai/gsm8k", "main", "test"))[:count]
-        self._rows = {f"gsm8k/test/{i:05d}": row for i, row in enumerate(rows)}
+    def __init__(self, *, shots: int, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
+        self.chat, self.max_new_tokens = chat, max_new_tokens
+        self._framed = shots > 0 or not chat
+        self.stop: tuple[str, ...] = ("Question:",) if self._framed else ()
+        worked = gsm8k_rows("train").rows[:shots] if shots else []
+        self._worked = "".join(f"{_framed(row)} {row['answer']}\n\n" for row in worked)
+        how = f"{shots} worked examples of the train split, lm-eval's layout" if self._framed else "the question alone"
+        key = "gsm8k/test/{:05d}".format
+        super().__init__(gsm8k_rows("test"), key=lambda i, _: key(i), limit=limit, seed=seed, describes=how)
 
-    def items(self) -> list[Item]:
-        return [Item(name, row["question"]) for name, row in self._rows.items()]
+    def prompt(self, row: Row) -> str:
+        return self._worked + _framed(row) if self._framed else str(row["question"])
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
-        expected = last_number(self._rows[item.id]["answer"].split("####")[-1])
-        return {self.quality: last_number(answer) == expected}
+        expected = normalise(self._rows[item.id]["answer"])
+        strict, flexible = strict_number(answer), flexible_number(answer)
+        return {"strict exact match": strict == expected, "flexible exact match": flexible == expected}
 
-    def source(self) -> dict[str, Any]:
-        return {"origin": "gsm8k_test", "rows": len(self._rows)}
+
+def _framed(row: Row) -> str:
+    return f"Question: {row['question']}\nAnswer:"

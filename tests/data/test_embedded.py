@@ -12,7 +12,7 @@ from data.embedded.corpus import SPLITS, Example, corpus, generate
 from data.embedded.function_templates import TEMPLATES as FUNCTIONS
 from data.embedded.problem_templates import TEMPLATES as PROBLEMS
 from data.embedded.problem_templates import UNSEEN
-from data.embedded.scoring import FunctionItem, score_function, score_functions, score_problem
+from data.embedded.scoring import score_function, score_problem
 from data.embedded.tokenizer import SPECIAL, build_tokenizer
 
 TASKS = ("problems", "functions", "stories")
@@ -99,10 +99,9 @@ def test_problem_references_score_and_corrupted_ones_do_not(splits: dict[str, li
 def test_every_function_template_scores_and_a_wrong_body_fails() -> None:
     examples = {e.template: e for e in generate(task="functions", split="test", count=400, seed=0)}
     assert set(examples) == {template.name for template in FUNCTIONS}
-    right = [FunctionItem(e.prompt, e.response, e.tests) for e in examples.values()]
-    wrong = [item._replace(body=_changed(item.body)) for item in right]
-    assert score_functions(right, timeout_s=20) == [True] * len(right)
-    assert score_functions(wrong, timeout_s=20) == [False] * len(wrong)
+    for e in examples.values():
+        assert score_function(e.prompt, e.response, e.tests, timeout_s=20)
+        assert not score_function(e.prompt, _changed(e.response), e.tests, timeout_s=20)
 
 
 def test_all_bodies_of_a_template_agree_and_tests_see_a_changed_constant() -> None:

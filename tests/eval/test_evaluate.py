@@ -18,19 +18,10 @@ from dspec.decoding import factory
 from dspec.errors import UserError
 from dspec.models.target import Target, embedded_target
 from eval.benchmarks.base import Item
-from eval.benchmarks.gsm8k import last_number
 from eval.evaluate import Contender, Evaluation
 from eval.report import table
 
 POLICY = PromptPolicy(system=None, thinking=False)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("so 1,234 in all.", 1234), ("#### -7", -7), ("costs $3.50", 3.5), ("5 then 6", 6), ("none", None), ("", None)],
-)
-def test_last_number(text: str, number: float | None) -> None:
-    assert last_number(text) == number
 
 
 class Echo:
@@ -117,6 +108,16 @@ def test_rows_and_table(target: Target, tmp_path: Path) -> None:
     rows, check = run(target, tmp_path / "b.jsonl", evaluation(1e9, temperatures=[0.0]), Echo(PROMPTS[:2]))
     assert not check["trusted"]
     assert all(row["speedup"] is None for row in rows)
+
+
+def test_a_benchmark_without_quality_shows_none(target: Target, tmp_path: Path) -> None:
+    talk = Echo(PROMPTS[:2])
+    talk.quality, talk.score = "", lambda item, answer: {}  # type: ignore[method-assign]
+    rows, _ = run(target, tmp_path / "a.jsonl", evaluation(0.0, temperatures=[0.0]), talk)
+    assert (rows[0]["quality"], rows[0]["quality_name"], rows[0]["n"]) == (None, None, 2)
+    console = Console(width=160, record=True)
+    console.print(table(rows))
+    assert "–" in console.export_text()
 
 
 def test_options_change_what_is_done(target: Target, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_quality_and_mismatches() -> None:
     assert (got["quality"], got["mismatches"], got["verdicts"]) == (0.75, 1, {"right": 0.75})
     low, high = got["interval_95"]["quality"]
     assert 0 <= low < 0.75 < high <= 1
-    sampled = row(own, base, quality=None, greedy=False, speeds=True, seed=0)
+    sampled = row(own, base, quality="", greedy=False, speeds=True, seed=0)
     assert (sampled["quality"], sampled["mismatches"]) == (None, None)
 
 

@@ -1,0 +1,94 @@
+"""HumanEval and its single-line infilling (Chen et al. 2021, arXiv 2107.03374; Bavarian et al. 2022, arXiv 2207.14255;
+data MIT, openai/human-eval and openai/human-eval-infilling).
+
+HumanEval. Prompt: the problem's own text, completed raw up to the stop strings of lm-eval's task, the program being
+prompt + completion; or as chat, a request to complete the function in a code block (our own words), the program being
+the prompt (a function whose body is its docstring) followed by the block, which defines it anew. Judged by its
+`check`.
+
+Infilling. Decoders here write left to right. Raw: the model sees what stands before the missing line and not what
+follows it, and its first line is taken: a lower bound on infilling, comparable between methods on one target, not
+with published infilling scores. Chat: it sees both sides with the gap marked at the line's own indentation, which an
+answer without any is given back. The judged program is prefix + line + suffix; "exact match" compares the lines.
+"""
+
+from data.rows import Hub, Row, load_rows
+from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.code import Judge, code_block, cut, request
+
+_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+_COMPLETE = "Complete this function. Answer with the whole function in one code block."
+_FILL = "One line is missing where the comment says MISSING LINE. Answer with that line alone in one code block."
+_FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+
+
+def _test(row: Row) -> str:
+    return f"{row['test']}\ncheck({row['entry_point']})\n"
+
+
+def _id(_: int, row: Row) -> str:
+    return str(row["task_id"])
+
+
+class HumanEval(FileBenchmark):
+    quality = "pass@1"
+
+    def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
+        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+        self.stop: tuple[str, ...] = () if chat else _STOP
+        how = f"chat; {_COMPLETE}" if chat else "raw completion of the problem's text"
+        hub = Hub("openai/openai_humaneval", ["openai_humaneval"], "test")
+        data = load_rows("humaneval", hub=hub, fields=_FIELDS)
+        super().__init__(data, key=_id, limit=limit, seed=seed, describes=how)
+
+    def prompt(self, row: Row) -> str:
+        return request(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
+
+    def program(self, item: Item, answer: str) -> str:
+        """The program that an answer stands for."""
+        prompt = str(self._rows[item.id]["prompt"])
+        if self.chat:
+            block = code_block(answer)
+            return f"{prompt}\n{answer if block is None else block}\n"
+        return prompt + cut(answer, self.stop)
+
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        verdict = self._judge.passes(program=self.program(item, answer), test=_test(self._rows[item.id]))
+        return {self.quality: verdict.passed}
+
+
+class Infilling(FileBenchmark):
+    quality = "pass@1"
+
+    def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
+        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+        self.stop: tuple[str, ...] = () if chat else ("\n",)
+        how = (
+            f"chat, both sides of the gap; {_FILL}" if chat else "raw completion of the prefix; the suffix is not seen"
+        )
+        data = load_rows("humaneval_infilling_single_line", hub=None, fields=(*_FIELDS, "suffix"))
+        super().__init__(data, key=_id, limit=limit, seed=seed, describes=how)
+
+    def prompt(self, row: Row) -> str:
+        if not self.chat:
+            return str(row["prompt"])
+        return request(f"{row['prompt']}{_indent(row)}# MISSING LINE\n{row['suffix']}", ask=_FILL)
+
+    def line(self, item: Item, answer: str) -> str:
+        """The line that an answer stands for, without its end."""
+        if not self.chat:
+            return cut(answer, self.stop).rstrip()
+        lines = (code_block(answer) or answer).splitlines()
+        first = next((line.rstrip() for line in lines if line.strip()), "")
+        return first if first[:1].isspace() else _indent(self._rows[item.id]) + first
+
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        row, line = self._rows[item.id], self.line(item, answer)
+        program = f"{row['prompt']}{line}\n{row['suffix']}"
+        passed = self._judge.passes(program=program, test=_test(row)).passed
+        return {self.quality: passed, "exact match": line == row["canonical_solution"].rstrip()}
+
+
+def _indent(row: Row) -> str:
+    line = str(row["canonical_solution"])
+    return line[: len(line) - len(line.lstrip())]

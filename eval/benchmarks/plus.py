@@ -1,0 +1,112 @@
+"""HumanEval+ and MBPP+ (Liu et al. 2023, arXiv 2305.01210; data Apache-2.0, MBPP itself CC-BY-4.0).
+
+Data, stop strings, sanitising, reference outputs and the special oracles come at run time from the installed evalplus;
+what runs a model's program is our own judge. Prompt: the problem's text, completed raw as evalplus does for base
+models; or as chat, a request for the whole function in a code block (our own words: evalplus opens the assistant's turn
+itself, which a user turn cannot). The program is evalplus's `sanitize` of prompt + completion, or of the chat answer.
+Verdicts: "base" is the original tests' inputs, "plus" those and evalplus's own, as on its leaderboard. Reference
+outputs come from the data's canonical solutions, which evalplus runs in this process when an answer is scored.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+from data.rows import Row, Rows, data_file, load_rows
+from dspec.errors import UserError
+from eval.benchmarks import oracles
+from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.code import Judge, cut, request
+
+_ASK = "Solve this problem. Answer with the whole function, and the imports that it needs, in one code block."
+_FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol", "contract")
+# evalplus 0.3.1 against its own canonical solutions
+_FAILURES = {
+    "humaneval": {
+        "HumanEval/32": "evalplus 0.3.1 fails every answer (its oracle counts no input as done); judged by that oracle"
+    },
+    "mbpp": {
+        "Mbpp/255": "canonical outputs need more than evalplus's 4 GB: plus is failed without a run, as evalplus does",
+        "Mbpp/630": "evalplus's sanitize drops the canonical solution's helper, a generator without return",
+    },
+}
+_TOO_BIG = frozenset({"Mbpp/255"})
+
+
+def _module(name: str) -> Any:
+    if importlib.util.find_spec("evalplus") is None:
+        raise UserError("HumanEval+ and MBPP+ are defined by evalplus: run `pip install 'dspec[evalplus]'`")
+    return importlib.import_module(f"evalplus.{name}")
+
+
+def problems(dataset: str, file: str) -> Rows:
+    """The problems as evalplus reads them, from $DSPEC_DATA/<file>.jsonl[.gz] or evalplus's own download."""
+    variable = f"{dataset.upper()}_OVERRIDE_PATH"
+    module, path = _module(f"data.{dataset}"), data_file(file)
+    if path is not None:
+        load_rows(file, hub=None, fields=_FIELDS)  # its errors name file and line
+    # evalplus reads this environment variable once, when imported; set where it landed, whenever that was
+    setattr(module, variable, None if path is None else str(path))
+    name = {"humaneval": "human_eval_plus", "mbpp": "mbpp_plus"}[dataset]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            rows = list(getattr(module, f"get_{name}")().values())
+        used = Path(getattr(module, f"_ready_{name}_path")())
+    except OSError as error:
+        raise UserError(
+            f"evalplus cannot fetch its data ({type(error).__name__}); set DSPEC_DATA to a folder with {file}.jsonl.gz"
+        ) from error
+    return Rows(rows, str(used), hashlib.sha256(used.read_bytes()).hexdigest())
+
+
+class _Plus(FileBenchmark):
+    quality = "plus"
+    dataset: str
+    file: str
+
+    def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
+        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+        utility = _module("provider.utility")
+        stop = (*utility.EOS, *utility.extra_eos_for_direct_completion(self.dataset))
+        self.stop: tuple[str, ...] = () if chat else stop
+        self._sanitize = _module("sanitize").sanitize
+        how = f"chat; {_ASK}" if chat else "raw completion of the problem's text, as evalplus for base models"
+        data = problems(self.dataset, self.file)
+        super().__init__(data, key=lambda _, r: str(r["task_id"]), limit=limit, seed=seed, describes=how)
+
+    def source(self) -> dict[str, Any]:
+        version = importlib.metadata.version("evalplus")
+        return {**super().source(), "evalplus": version, "known_failures": _FAILURES[self.dataset]}
+
+    def prompt(self, row: Row) -> str:
+        text = str(row["prompt"]).strip() + "\n"
+        return request(text, ask=_ASK) if self.chat else text
+
+    def program(self, item: Item, answer: str) -> str:
+        """What evalplus makes of an answer."""
+        entry_point = self._rows[item.id]["entry_point"]
+        text = answer if self.chat else item.prompt + cut(answer, self.stop)
+        return str(self._sanitize(text, entrypoint=entry_point))
+
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        program = self.program(item, answer)
+        base = self._passes(item, program, "base_input")
+        plus = base and item.id not in _TOO_BIG and self._passes(item, program, "plus_input")
+        return {"base": base, "plus": plus}
+
+    def _passes(self, item: Item, program: str, which: str) -> bool:
+        row = self._rows[item.id]
+        return oracles.passes(self._judge, self.dataset, row, program=program, inputs=row[which])
+
+
+class HumanEvalPlus(_Plus):
+    dataset, file = "humaneval", "humanevalplus_v0.1.10"
+
+
+class MbppPlus(_Plus):
+    dataset, file = "mbpp", "mbppplus_v0.2.0"
