@@ -9,6 +9,7 @@ extra `lm-eval`. Knows no benchmark: prompts, stops and scores are lm-eval's.
 """
 
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from rich.progress import track
 
 from data.regenerate import prompt_seed
 from dspec.config import CONF, check_keys, instantiate, register
@@ -27,10 +29,10 @@ from eval.rows import acceptance, counts
 from eval.run import load_subject
 
 try:
+    import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from tqdm import tqdm
 except ImportError as error:
     raise SystemExit(f'error: {error}; install the extra: pip install -e ".[lm-eval]"') from error
 
@@ -38,17 +40,18 @@ TASKS = Path(__file__).resolve().parent / "tasks"
 
 
 @register_model("dspec")
-class DspecLM(TemplateLM):  # type: ignore[misc]
+class DspecLM(TemplateLM):
     """A target with one of our decoders, as lm-eval sees a model."""
 
-    def __init__(self, *, batch_size: int | str = 1, device: str | None = None, **args: Any) -> None:
-        """`args` are overrides of conf/eval.yaml; lm-eval's `device` is the target's to say (target.device=...)."""
+    def __init__(self, *, batch_size: int | str = 1, device: object = None, **args: Any) -> None:
+        """`args` are overrides of conf/eval.yaml. lm-eval's `device` (cuda by default) is passed over: the target's
+        config says where it runs (target.device=...)."""
         super().__init__()
         register()
         decoder = args.pop("decoder", "autoregressive")
         overrides = [f"{key}={value}" for key, value in {"decoder": f"[{decoder}]", **args}.items()]
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("eval", overrides=[*overrides, *([f"target.device={device}"] if device else [])])
+            cfg = compose("eval", overrides=overrides)
         check_keys(cfg, base="eval")
         self.subject = load_subject(cfg)
         cfg.label = self.subject.label
@@ -102,15 +105,14 @@ class DspecLM(TemplateLM):  # type: ignore[misc]
         groups: dict[str, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
             groups[repr(sorted(request.args[1].items()))].append(i)
-        with tqdm(total=len(requests), desc="dspec", disable=disable_tqdm) as bar:
-            for group in groups.values():
-                group.sort(key=lambda i: len(requests[i].args[0]))
-                for start in range(0, len(group), self.batch_size):
-                    batch = group[start : start + self.batch_size]
-                    for i, text in zip(batch, self._answer([requests[i] for i in batch]), strict=True):
-                        answers[i] = text
-                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    bar.update(len(batch))
+        batches = []
+        for group in groups.values():
+            group.sort(key=lambda i: len(requests[i].args[0]))
+            batches += [group[start : start + self.batch_size] for start in range(0, len(group), self.batch_size)]
+        for batch in track(batches, "generating", disable=disable_tqdm):
+            for i, text in zip(batch, self._answer([requests[i] for i in batch]), strict=True):
+                answers[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return answers
 
     def _answer(self, requests: Sequence[Any]) -> list[str]:
@@ -137,7 +139,7 @@ class DspecLM(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         found = []
-        for key, context, continuation in tqdm(requests, desc="dspec", disable=disable_tqdm):
+        for key, context, continuation in track(requests, "scoring", disable=disable_tqdm):
             ids = torch.tensor([[*context, *continuation][-(self.max_length + 1) :]], device=self.target.device)
             n = len(continuation)
             logits = self.target.logits(self.target(ids[:, :-1]).hidden_BLD)[0, -n:].float()
@@ -171,17 +173,26 @@ class DspecLM(TemplateLM):  # type: ignore[misc]
         return {"dspec": {"decoder": decoder, "n": len(self._generations), **totals}}
 
 
+def installed_tasks(folder: Path) -> Path:
+    """Our tasks with the place of lm-eval's own filled in: they include its prompts instead of repeating them."""
+    own = str(Path(lm_eval.__file__).parent / "tasks")
+    for path in TASKS.glob("*.*"):
+        (folder / path.name).write_text(path.read_text("utf-8").replace("LM_EVAL_TASKS", own), encoding="utf-8")
+    return folder
+
+
 def main() -> None:
     """lm-eval's command line with our model and our tasks."""
     from lm_eval.__main__ import cli_evaluate
 
-    if "--model" in sys.argv and "--include_path" not in sys.argv:
-        sys.argv += ["--include_path", str(TASKS)]
-    try:
-        cli_evaluate()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with tempfile.TemporaryDirectory() as folder:
+        if "--tasks" in sys.argv and "--include_path" not in sys.argv:
+            sys.argv += ["--include_path", str(installed_tasks(Path(folder)))]
+        try:
+            cli_evaluate()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":
