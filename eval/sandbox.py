@@ -8,6 +8,7 @@ no environment, no other process, no file besides. What can be had is found out 
 it for the results. Knows nothing of tests and verdicts: that is ``eval/judge.py``. What runs inside: ``eval/contain``.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -45,7 +46,7 @@ class SandboxError(RuntimeError):
 class Outcome:
     """How a program ended."""
 
-    ended: str  # "exit", or why it was killed: "wall time", "output", "disk", "stopped"
+    ended: str  # "exit", or why it was killed: "wall time", "output", "disk", "stopped", "launcher killed"
     code: int  # exit code, or minus the signal that ended it
     stdout: bytes  # each cut at output_bytes
     stderr: bytes
@@ -95,6 +96,10 @@ class Sandbox:
         """What contains the code here, such as "namespaces+landlock+seccomp"; goes into the results."""
         return "+".join(self._layers) or "none (allow_unsafe_code)"
 
+    @property
+    def wall_seconds(self) -> float:
+        return self._limits["wall_seconds"]
+
     def run(self, program: str) -> Outcome:
         """Runs a program's source text to its end. Raises SandboxError if the sandbox could not be set up."""
         with self.start("program", {"program": program}, fds=(), capture=True) as running:
@@ -142,7 +147,7 @@ class Running:
         capture: bool,
     ) -> None:
         self._deadline = time.monotonic() + limits["wall_seconds"] + _GRACE_S
-        self._most = limits["output_bytes"]
+        self._most, self._contained = limits["output_bytes"], bool(layers)
         inside = "namespaces" in layers or "bubblewrap" in layers or role == "probe"
         self._folder = None if inside else tempfile.mkdtemp(prefix="dspec_sandbox_")
         status, theirs = os.pipe()
@@ -184,6 +189,8 @@ class Running:
         reached, streams = self._pump()
         report = json.loads(streams[self._status].splitlines()[0]) if streams[self._status] else {}
         self._end()
+        if "ended" not in report and not self._contained and "error" not in report:
+            report = {"ended": "launcher killed", "code": -signal.SIGKILL}  # an uncontained program can do that
         if "ended" not in report:
             raise SandboxError(f"the sandbox failed: {report.get('error', 'its launcher ended without a report')}")
         texts = [bytes(streams[pipe][: self._most]) if pipe else b"" for pipe in self._pipes()]
@@ -214,11 +221,9 @@ class Running:
         stdin = self._process.stdin
         if stdin is None or stdin.closed:
             return
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its report says why
             stdin.write(message)
             stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended; its report says why
 
     def _end(self) -> None:
         """Reaps the launcher, by force once its time is over, and removes the folder."""
@@ -240,10 +245,8 @@ class Running:
 
 
 def _close(pipe: Any) -> None:
-    try:
+    with contextlib.suppress(BrokenPipeError):  # an order to stop that nobody read
         pipe.close()
-    except BrokenPipeError:
-        pass  # an order to stop that nobody read
 
 
 def _command(layers: tuple[str, ...], limits: dict[str, Any]) -> list[str]:
