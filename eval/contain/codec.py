@@ -75,20 +75,27 @@ def pack(value: Any, opaque: Opaque) -> Any:
     if kind in _SCALARS:
         return _SCALARS[kind](value)
     if kind is list:
-        return [pack(item, opaque) for item in value]
+        return _pack_items(value, opaque)
     if kind in _ITEMS:
-        return {_ITEMS[kind]: [pack(item, opaque) for item in value]}
+        return {_ITEMS[kind]: _pack_items(list(value), opaque)}
     if kind in _PAIRS:
         pairs = value if kind is type({}.items()) else value.items()
         return {_PAIRS[kind]: [[pack(k, opaque), pack(v, opaque)] for k, v in pairs]}
     return _pack_rare(value, opaque)
 
 
+def _pack_items(items: list[Any], opaque: Opaque) -> list[Any]:
+    """Long lists of numbers go as they are: a reference's answers can run to millions."""
+    kinds = {*map(type, items)}
+    plain = kinds <= {int, float, bool} and (int not in kinds or -_WORD < min(items) <= max(items) < _WORD)
+    return items if plain else [pack(item, opaque) for item in items]
+
+
 def _pack_rare(value: Any, opaque: Opaque) -> Any:
-    name = f"{type(value).__module__}.{type(value).__name__}"
-    if name in ("fractions.Fraction", "decimal.Decimal"):
-        return {type(value).__name__: str(value)}
-    if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+    kind: type = type(value)
+    if f"{kind.__module__}.{kind.__name__}" in ("fractions.Fraction", "decimal.Decimal"):
+        return {kind.__name__: str(value)}
+    if kind is type and value in vars(builtins).values():
         return {"type": value.__name__}
     for base, plain in _BASES.items():
         if isinstance(value, base):
@@ -99,15 +106,20 @@ def _pack_rare(value: Any, opaque: Opaque) -> Any:
 def unpack(data: Any, opaque: Opaque) -> Any:
     """The value of `pack`'s JSON; `opaque(n)` gives the object behind handle n. Raises on anything malformed."""
     if isinstance(data, list):
-        return [unpack(item, opaque) for item in data]
+        return _unpack_items(data, opaque)
     if not isinstance(data, dict):
         return data
     ((tag, inner),) = data.items()
     if tag in _FROM_ITEMS:
-        return _FROM_ITEMS[tag]([unpack(item, opaque) for item in inner])
+        return _FROM_ITEMS[tag](_unpack_items(inner, opaque))
     if tag in _FROM_PAIRS:
         return _FROM_PAIRS[tag]([(unpack(k, opaque), unpack(v, opaque)) for k, v in inner])
     return opaque(inner) if tag == "handle" else _FROM_SCALARS[tag](inner)
+
+
+def _unpack_items(data: list[Any], opaque: Opaque) -> list[Any]:
+    kinds = {*map(type, data)}
+    return data if list not in kinds and dict not in kinds else [unpack(item, opaque) for item in data]
 
 
 def send(fd: int, message: Any) -> None:

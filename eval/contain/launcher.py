@@ -38,7 +38,7 @@ def without_packages() -> list[str]:
 
 
 def main() -> None:
-    job = json.loads(_line(0))
+    job = _read_job()
     status = job["status"]
     try:
         work = importlib.import_module(f"eval.contain.{job['role']}").main
@@ -132,15 +132,15 @@ def _why_over(alive: int, job: dict[str, Any]) -> str:
             return "exit"
         if ready:
             return "stopped"
-        if watched and _size(job["home"]) > job["limits"]["output_bytes"]:
+        if watched and _exceeds(job["home"], job["limits"]["output_bytes"]):
             return "disk"
     return "wall time"
 
 
-def _size(folder: str) -> int:
-    """Bytes of all files below, each a block at least; what vanishes or cannot be read meanwhile does not count."""
+def _exceeds(folder: str, most: int) -> bool:
+    """Whether the files below take more bytes, each a block at least; what vanishes meanwhile does not count."""
     total, folders = 0, [folder]
-    while folders:
+    while folders and total <= most:
         try:
             for entry in os.scandir(folders.pop()):
                 total += max(4096, entry.stat(follow_symlinks=False).st_blocks * 512)
@@ -148,17 +148,22 @@ def _size(folder: str) -> int:
                     folders.append(entry.path)
         except OSError:
             continue
-    return total
+    return total > most
 
 
-def _line(fd: int) -> bytes:
-    """Up to the first newline; nothing follows it but the order to stop."""
-    parts = []
-    while not (part := os.read(fd, 1 << 20)).endswith(b"\n"):
-        if not part:
+def _read_job() -> dict[str, Any]:
+    """The line on stdin. An order to stop may come right behind it."""
+    text, parts = b"", []
+    while b"\n" not in text:
+        if not (text := os.read(0, 1 << 20)):
             os._exit(1)  # whoever started this is gone
-        parts.append(part)
-    return b"".join([*parts, part])
+        parts.append(text)
+    line, _, rest = b"".join(parts).partition(b"\n")
+    job: dict[str, Any] = json.loads(line)
+    if rest:
+        _report(job["status"], {"ended": "stopped", "code": -signal.SIGKILL})
+        os._exit(0)
+    return job
 
 
 def _keep_only(*fds: int) -> None:
