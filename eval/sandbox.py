@@ -170,8 +170,9 @@ class Running:
         finally:
             os.close(theirs)
         home = self._folder or launcher.HOME
+        watched = bool(self._folder) or "bubblewrap" in layers  # which bounds no number of files
         job = {"role": role, "payload": payload, "layers": layers, "limits": limits, "fds": list(fds)}
-        self._tell(json.dumps({**job, "home": home, "watched": bool(self._folder), "status": theirs}).encode() + b"\n")
+        self._tell(json.dumps({**job, "home": home, "watched": watched, "status": theirs}).encode() + b"\n")
 
     def __enter__(self) -> Self:
         return self

@@ -125,7 +125,7 @@ def _watch(pid: int, alive: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def _why_over(alive: int, job: dict[str, Any]) -> str:
     deadline = time.monotonic() + job["limits"]["wall_seconds"]
-    watched = job["watched"]  # a folder on the host's disk; one in a namespace has a size of its own
+    watched = job["watched"]  # a folder that has no size of its own
     while (left := deadline - time.monotonic()) > 0:
         ready = select.select([alive, 0], [], [], min(left, 0.1) if watched else left)[0]
         if alive in ready:

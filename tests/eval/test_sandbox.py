@@ -4,6 +4,7 @@ A program prints REACHED where it got what it must not have.
 """
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from eval.sandbox import Outcome, Sandbox, available_layers
 
 LAYERS = available_layers()
 pytestmark = pytest.mark.skipif("landlock" not in LAYERS, reason="no Landlock")
-LEVELS = [levels for levels in (LAYERS, ("landlock", "seccomp")) if {*levels} <= {*LAYERS}]
+WRAPPED = ("bubblewrap", "landlock", "seccomp") if shutil.which("bwrap") else LAYERS
+LEVELS = {levels for levels in (LAYERS, ("landlock", "seccomp"), WRAPPED) if {*levels} <= {*LAYERS, *WRAPPED}}
 LIMITS = {"wall_seconds": 20, "cpu_seconds": 2, "memory_mb": 256, "output_bytes": 1 << 16, "processes": 1}
 
 
@@ -30,9 +32,9 @@ def make(**changes: object) -> Sandbox:
     return Sandbox(**{**LIMITS, "allow_unsafe_code": False, **changes})
 
 
-@pytest.fixture(params=LEVELS, ids="+".join)
+@pytest.fixture(params=sorted(LEVELS), ids="+".join)
 def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
-    """The full sandbox, and the one where user namespaces are blocked."""
+    """The full sandbox, and those where user namespaces are blocked, with and without bubblewrap."""
     monkeypatch.setattr(sandbox_module, "available_layers", lambda: request.param)
     return make()
 
