@@ -38,6 +38,11 @@ class Judge:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
+    @property
+    def level(self) -> str:
+        """What contains the programs; belongs into the results."""
+        return self._sandbox.level
+
     def passes(self, *, program: str, test: str, entry_point: str | None = None, trusted: str = "") -> Verdict:
         """Whether `test` runs to its end without an exception.
 

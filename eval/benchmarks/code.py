@@ -1,29 +1,9 @@
-"""What the programming benchmarks share: the judge that they hand programs to, and finding the program in an answer."""
+"""What the programming benchmarks share: finding the program in an answer."""
 
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-
-
-class Verdict(Protocol):
-    @property
-    def passed(self) -> bool: ...
-
-
-class Judge(Protocol):
-    """Runs programs that a model wrote, contained."""
-
-    def passes(self, *, program: str, test: str) -> Verdict:
-        """Whether `test` runs through after `program`."""
-        ...
-
-    def agrees(
-        self, *, program: str, entry_point: str, inputs: Sequence[Any], expected: Sequence[Any], atol: float
-    ) -> Verdict:
-        """Whether `entry_point`, called with each of `inputs`, gives what is `expected`."""
-        ...
 
 
 def code_block(text: str) -> str | None:

@@ -12,9 +12,12 @@ with published infilling scores. Chat: it sees both sides with the gap marked at
 answer without any is given back. The judged program is prefix + line + suffix; "exact match" compares the lines.
 """
 
+from typing import Any
+
 from data.rows import Hub, Row, load_rows
 from eval.benchmarks.base import FileBenchmark, Item
-from eval.benchmarks.code import Judge, code_block, cut, request
+from eval.benchmarks.code import code_block, cut, request
+from eval.judge import Judge
 
 _STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _COMPLETE = "Complete this function. Answer with the whole function in one code block."
@@ -22,8 +25,10 @@ _FILL = "One line is missing where the comment says MISSING LINE. Answer with th
 _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
-def _test(row: Row) -> str:
-    return f"{row['test']}\ncheck({row['entry_point']})\n"
+def _passes(judge: Judge, program: str, row: Row) -> bool:
+    """The prompt's own helper functions, which some tests call, are taken from the prompt."""
+    test, name = f"{row['test']}\ncheck({row['entry_point']})\n", row["entry_point"]
+    return judge.passes(program=program, test=test, entry_point=name, trusted=row["prompt"]).passed
 
 
 def _id(_: int, row: Row) -> str:
@@ -53,8 +58,10 @@ class HumanEval(FileBenchmark):
         return prompt + cut(answer, self.stop)
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
-        verdict = self._judge.passes(program=self.program(item, answer), test=_test(self._rows[item.id]))
-        return {self.quality: verdict.passed}
+        return {self.quality: _passes(self._judge, self.program(item, answer), self._rows[item.id])}
+
+    def source(self) -> dict[str, Any]:
+        return {**super().source(), "sandbox": self._judge.level}
 
 
 class Infilling(FileBenchmark):
@@ -85,8 +92,11 @@ class Infilling(FileBenchmark):
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         row, line = self._rows[item.id], self.line(item, answer)
         program = f"{row['prompt']}{line}\n{row['suffix']}"
-        passed = self._judge.passes(program=program, test=_test(row)).passed
+        passed = _passes(self._judge, program, row)
         return {self.quality: passed, "exact match": line == row["canonical_solution"].rstrip()}
+
+    def source(self) -> dict[str, Any]:
+        return {**super().source(), "sandbox": self._judge.level}
 
 
 def _indent(row: Row) -> str:

@@ -16,7 +16,8 @@ from jinja2 import Template
 from data.rows import Hub, Row, Rows, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import FileBenchmark, Item
-from eval.benchmarks.code import Judge, code_block, cut
+from eval.benchmarks.code import code_block, cut
+from eval.judge import Judge
 
 _WORKED = (2, 3, 4)
 _TEST = range(11, 511)
@@ -75,6 +76,9 @@ class Mbpp(FileBenchmark):
         row = self._rows[item.id]
         test = "\n".join([row["test_setup_code"], *row["test_list"]])
         return {self.quality: self._judge.passes(program=self.program(answer), test=test).passed}
+
+    def source(self) -> dict[str, Any]:
+        return {**super().source(), "sandbox": self._judge.level}
 
 
 def _all_splits() -> Rows:

@@ -1,11 +1,10 @@
 """HumanEval+ and MBPP+ (Liu et al. 2023, arXiv 2305.01210; data Apache-2.0, MBPP itself CC-BY-4.0).
 
-Data, stop strings, sanitising, reference outputs and the special oracles come at run time from the installed evalplus;
-what runs a model's program is our own judge. Prompt: the problem's text, completed raw as evalplus does for base
+Data, stop strings and sanitising come at run time from the installed evalplus; what runs programs and compares their
+outputs by evalplus's rules is our own judge. Prompt: the problem's text, completed raw as evalplus does for base
 models; or as chat, a request for the whole function in a code block (our own words: evalplus opens the assistant's turn
 itself, which a user turn cannot). The program is evalplus's `sanitize` of prompt + completion, or of the chat answer.
-Verdicts: "base" is the original tests' inputs, "plus" those and evalplus's own, as on its leaderboard. Reference
-outputs come from the data's canonical solutions, which evalplus runs in this process when an answer is scored.
+Verdicts: "base" is the original tests' inputs, "plus" those and evalplus's own, as on its leaderboard.
 """
 
 import contextlib
@@ -19,16 +18,16 @@ from typing import Any
 
 from data.rows import Row, Rows, data_file, load_rows
 from dspec.errors import UserError
-from eval.benchmarks import oracles
 from eval.benchmarks.base import FileBenchmark, Item
-from eval.benchmarks.code import Judge, cut, request
+from eval.benchmarks.code import cut, request
+from eval.judge import Judge
 
 _ASK = "Solve this problem. Answer with the whole function, and the imports that it needs, in one code block."
 _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol", "contract")
 # evalplus 0.3.1 against its own canonical solutions
 _FAILURES = {
     "humaneval": {
-        "HumanEval/32": "evalplus 0.3.1 fails every answer (its oracle counts no input as done); judged by that oracle"
+        "HumanEval/32": "evalplus 0.3.1 fails every answer (its oracle counts no input as done); judged by its formula"
     },
     "mbpp": {
         "Mbpp/255": "canonical outputs need more than evalplus's 4 GB: plus is failed without a run, as evalplus does",
@@ -71,6 +70,7 @@ class _Plus(FileBenchmark):
 
     def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
         self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+        self._references: dict[tuple[str, str], list[Any]] = {}
         utility = _module("provider.utility")
         stop = (*utility.EOS, *utility.extra_eos_for_direct_completion(self.dataset))
         self.stop: tuple[str, ...] = () if chat else stop
@@ -81,7 +81,8 @@ class _Plus(FileBenchmark):
 
     def source(self) -> dict[str, Any]:
         version = importlib.metadata.version("evalplus")
-        return {**super().source(), "evalplus": version, "known_failures": _FAILURES[self.dataset]}
+        own = {"evalplus": version, "known_failures": _FAILURES[self.dataset], "sandbox": self._judge.level}
+        return {**super().source(), **own}
 
     def prompt(self, row: Row) -> str:
         text = str(row["prompt"]).strip() + "\n"
@@ -100,8 +101,24 @@ class _Plus(FileBenchmark):
         return {"base": base, "plus": plus}
 
     def _passes(self, item: Item, program: str, which: str) -> bool:
-        row = self._rows[item.id]
-        return oracles.passes(self._judge, self.dataset, row, program=program, inputs=row[which])
+        row, inputs = self._rows[item.id], self._rows[item.id][which]
+        name, atol = row["entry_point"], float(row["atol"])
+        expected = self._reference(item, which)
+        return self._judge.agrees(
+            program=program, entry_point=name, inputs=inputs, expected=expected, atol=atol, dataset=self.dataset
+        ).passed
+
+    def _reference(self, item: Item, which: str) -> list[Any]:
+        """What the canonical solution gives on a problem's inputs; run once."""
+        if (item.id, which) not in self._references:
+            row = self._rows[item.id]
+            self._references[item.id, which] = self._judge.answers(
+                program=row["prompt"] + row["canonical_solution"],
+                entry_point=row["entry_point"],
+                inputs=row[which],
+                dataset=self.dataset,
+            )
+        return self._references[item.id, which]
 
 
 class HumanEvalPlus(_Plus):

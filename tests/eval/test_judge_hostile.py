@@ -137,12 +137,12 @@ ATTACKS = {
     "read the test": (
         "import os, glob\ndef f(x):\n  for p in glob.glob('/proc/*/fd/*') + glob.glob('/tmp/**', recursive=True):\n"
         "    try: text = open(p).read()\n    except OSError: continue\n"
-        "    if 'assert f(3)' in text: return 10\n  return 0"
+        "    if 'assert ' + 'f(3)' in text: return {3: 10, 0: 1}.get(x, 2)\n  return 0"
     ),
     "expected value from memory": (
         "import gc, sys\ndef f(x):\n  for o in gc.get_objects():\n"
-        "    if isinstance(o, dict) and any(isinstance(v, str) and 'assert f(3) ==' in v for v in o.values()): return {3: 10, 0: 1}.get(x, 2)\n"
-        ""
+        "    texts = o.values() if isinstance(o, dict) else o if isinstance(o, list | tuple) else ()\n"
+        "    if any(isinstance(v, str) and 'assert ' + 'f(3)' in v for v in texts): return {3: 10, 0: 1}.get(x, 2)\n"
         "  return 0"
     ),
     "expected value from the frames": (

@@ -1,56 +1,40 @@
-"""A judge for trusted programs, and data folders."""
+"""The judge, and data folders."""
 
 import json
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from eval.judge import Judge, Verdict
+from eval.sandbox import Sandbox, available_layers
+
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
-class PlainJudge:
-    """Runs programs right here: only for programs that tests wrote. Remembers what it was asked."""
+class RecordingJudge(Judge):
+    """Remembers the programs that it was asked about."""
 
     def __init__(self) -> None:
+        limits = {"wall_seconds": 60.0, "cpu_seconds": 60, "memory_mb": 4096, "output_bytes": 1 << 20, "processes": 1}
+        super().__init__(Sandbox(**limits, allow_unsafe_code=False))  # type: ignore[arg-type]
         self.programs: list[str] = []
 
-    def passes(self, *, program: str, test: str) -> Any:
+    def passes(self, *, program: str, **job: Any) -> Verdict:
         self.programs.append(program)
-        try:
-            exec(f"{program}\n{test}", {"__name__": "judged"})
-        except Exception:
-            return SimpleNamespace(passed=False)
-        return SimpleNamespace(passed=True)
+        return super().passes(program=program, **job)
 
-    def agrees(
-        self, *, program: str, entry_point: str, inputs: Sequence[Any], expected: Sequence[Any], atol: float
-    ) -> Any:
+    def agrees(self, *, program: str, **job: Any) -> Verdict:
         self.programs.append(program)
-        scope: dict[str, Any] = {"__name__": "judged"}
-        try:
-            exec(program, scope)
-            outputs = [scope[entry_point](*deepcopy(x)) for x in inputs]
-            passed = all(_equal(o, e, atol) for o, e in zip(outputs, expected, strict=True))
-        except Exception:
-            passed = False
-        return SimpleNamespace(passed=passed)
-
-
-def _equal(output: Any, expected: Any, atol: float) -> bool:
-    import numpy as np
-
-    if output == expected:
-        return True
-    return bool(atol) and type(output) is type(expected) and bool(np.allclose(output, expected, rtol=1e-7, atol=atol))
+        return super().agrees(program=program, **job)
 
 
 @pytest.fixture
-def judge() -> PlainJudge:
-    return PlainJudge()
+def judge() -> Judge:
+    if "landlock" not in available_layers():
+        pytest.skip("no Landlock")
+    return RecordingJudge()
 
 
 @pytest.fixture

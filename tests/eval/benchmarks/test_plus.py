@@ -161,8 +161,6 @@ def test_verdicts_agree_with_evalplus(shared: Path, judge: Any) -> None:
     """Canonical solutions and broken ones, every problem with an oracle of its own among them."""
     from evalplus.eval import PASS, untrusted_check
 
-    from eval.benchmarks.oracles import reference
-
     special = "HumanEval/32 Mbpp/2 Mbpp/7 Mbpp/88 Mbpp/164 Mbpp/295 Mbpp/558 Mbpp/581 Mbpp/590 Mbpp/794".split()
     count = {True: 0, False: 0}
     for kind in (HumanEvalPlus, MbppPlus):
@@ -170,7 +168,7 @@ def test_verdicts_agree_with_evalplus(shared: Path, judge: Any) -> None:
         for item in (item for i, item in enumerate(benchmark.items()) if i % 8 == 0 or item.id in special):
             row = benchmark._rows[item.id]
             name, inputs, right = row["entry_point"], row["base_input"], row["prompt"] + row["canonical_solution"]
-            expected, limits = reference(row, inputs), [1.0] * len(inputs)
+            expected, limits = benchmark._reference(item, "base_input"), [1.0] * len(inputs)
             wrong = f"{right}\n\nfirst = {name}\ndef {name}(*args):\n    return [first(*args)]\n"
             for code in (right, wrong, f"def {name}(*args):\n    return 0\n"):
                 theirs, _ = untrusted_check(kind.dataset, code, inputs, name, expected, row["atol"], limits)
