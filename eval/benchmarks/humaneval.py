@@ -25,10 +25,10 @@ _FILL = "One line is missing where the comment says MISSING LINE. Answer with th
 _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
-def _passes(judge: Judge, program: str, row: Row) -> bool:
-    """The prompt's own helper functions, which some tests call, are taken from the prompt."""
+def _passes(judge: Judge, program: str, row: Row, *, trusted: str) -> bool:
+    """`trusted` is source that the model did not write: helper functions which some tests call are taken from it."""
     test, name = f"{row['test']}\ncheck({row['entry_point']})\n", row["entry_point"]
-    return judge.passes(program=program, test=test, entry_point=name, trusted=row["prompt"]).passed
+    return judge.passes(program=program, test=test, entry_point=name, trusted=trusted).passed
 
 
 def _id(_: int, row: Row) -> str:
@@ -58,7 +58,8 @@ class HumanEval(FileBenchmark):
         return prompt + cut(answer, self.stop)
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
-        return {self.quality: _passes(self._judge, self.program(item, answer), self._rows[item.id])}
+        row = self._rows[item.id]
+        return {self.quality: _passes(self._judge, self.program(item, answer), row, trusted=row["prompt"])}
 
     def source(self) -> dict[str, Any]:
         return {**super().source(), "sandbox": self._judge.level}
@@ -92,7 +93,8 @@ class Infilling(FileBenchmark):
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         row, line = self._rows[item.id], self.line(item, answer)
         program = f"{row['prompt']}{line}\n{row['suffix']}"
-        passed = _passes(self._judge, program, row)
+        whole = row["prompt"] + row["canonical_solution"] + row["suffix"]
+        passed = _passes(self._judge, program, row, trusted=whole)
         return {self.quality: passed, "exact match": line == row["canonical_solution"].rstrip()}
 
     def source(self) -> dict[str, Any]:

@@ -74,8 +74,8 @@ class Mbpp(FileBenchmark):
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
-        test = "\n".join([row["test_setup_code"], *row["test_list"]])
-        return {self.quality: self._judge.passes(program=self.program(answer), test=test).passed}
+        program = f"{self.program(answer)}\n{row['test_setup_code']}\n"  # defines what code and tests share
+        return {self.quality: self._judge.passes(program=program, test="\n".join(row["test_list"])).passed}
 
     def source(self) -> dict[str, Any]:
         return {**super().source(), "sandbox": self._judge.level}
