@@ -106,12 +106,12 @@ def test_a_hung_comparison_is_killed_and_the_next_one_is_right(monkeypatch: pyte
     assert "sleep" in hanging
     (tmp_path / "worker.py").write_text(hanging)
     monkeypatch.setattr(equivalence, "_WORKER", tmp_path / "worker.py")
-    same = equivalence.Equivalence(timeout_s=2.0)
+    same = equivalence.Equivalence(timeout_s=8.0)
     assert same("\\frac12", "0.5")
     first = same._worker
     start = time.monotonic()
     assert not same("5", "hang")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert first is not None
     assert first._process.poll() is not None
     assert same("\\frac12", "0.5")
@@ -120,7 +120,7 @@ def test_a_hung_comparison_is_killed_and_the_next_one_is_right(monkeypatch: pyte
 
 def test_an_expression_that_grows_without_end_is_wrong_in_time(same: equivalence.Equivalence) -> None:
     start = time.monotonic()
-    short = equivalence.Equivalence(timeout_s=2.0)
+    short = equivalence.Equivalence(timeout_s=8.0)
     short("\\frac12", "0.5")  # starting is not on the clock
     assert not short("5", HANG)
     assert time.monotonic() - start < 120
