@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from dspec.calibration import Calibration, Traces, calibration_report, fit_sts, temperature_grid
+from dspec.calibration import Calibration, Traces, calibration_report, cross_validated_gain, fit_sts, temperature_grid
 from dspec.decoding.base import Generation
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
@@ -34,14 +34,20 @@ class CalibrateSTS:
         grid_low: float,
         grid_high: float,
         grid_points: int,
-        tolerance: float,
+        folds: int,
+        min_gain: float,
         seed: int,
     ) -> None:
-        """`fit_share` of the prompts fit the temperatures, the rest report; the grid is log-spaced and holds 1."""
+        """`fit_share` of the prompts fit the temperatures, the rest report; the grid is log-spaced and holds 1.
+
+        The temperatures are kept if over `folds` of the fitting prompts they lower the mean ECE of held-out ones by
+        more than `min_gain`, else all stay 1: a head that is calibrated up to noise is left alone.
+        """
         if sampling.greedy:
             raise UserError("calibration.sampling.temperature must be above 0: STS is fitted on sampled traces")
         self.sampling, self.max_new_tokens, self.batch_size = sampling, max_new_tokens, batch_size
-        self.fit_share, self.bins, self.seed, self.tolerance = fit_share, bins, seed, tolerance
+        self.fit_share, self.bins, self.seed = fit_share, bins, seed
+        self.folds, self.min_gain = folds, min_gain
         self.grid = temperature_grid(low=grid_low, high=grid_high, points=grid_points)
 
     def check(self, draft: Draft | None) -> None:
@@ -55,10 +61,10 @@ class CalibrateSTS:
         """Sets `draft.calibration` and returns the report. Raises UserError when there are too few prompts."""
         self.check(draft)
         fits = round(len(prompts) * self.fit_share)
-        if not 0 < fits < len(prompts):
+        if not self.folds <= fits < len(prompts):
             raise UserError(
-                f"{len(prompts)} calibration prompts leave nothing to fit or to report on at "
-                f"fit_share={self.fit_share}: raise the data source's calibration count"
+                f"{len(prompts)} calibration prompts are too few for fit_share={self.fit_share} and {self.folds} "
+                "folds: raise the data source's calibration count"
             )
         decoder = Speculative(
             target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
@@ -69,12 +75,16 @@ class CalibrateSTS:
             seeds = [self.seed * 1_000_003 + start + i for i in range(len(batch))]
             generations += decoder.decode(batch, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids, seeds=seeds)
         traces, prompt_N = gather(generations)
-        shares = (self.fit_share, 1 - self.fit_share)
-        fit, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
-        temperatures = fit_sts(fit, grid=self.grid, bins=self.bins, tolerance=self.tolerance)
+        shares = [self.fit_share / self.folds] * self.folds + [1 - self.fit_share]
+        *folds, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
+        gain = cross_validated_gain(folds, grid=self.grid, bins=self.bins)
+        temperatures = fit_sts(fit := Traces.cat(folds), grid=self.grid, bins=self.bins)
+        if gain <= self.min_gain:
+            temperatures = torch.ones_like(temperatures)
         draft.calibration = Calibration(tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p)
         return {
             "temperatures": temperatures.tolist(),
+            "cross_validated_gain": gain,
             "sampling": self.sampling.to_dict(),
             "rounds": {"fit": len(fit.valid_N), "report": len(report.valid_N)},
             **calibration_report(report, temperatures, bins=self.bins),

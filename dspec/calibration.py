@@ -147,22 +147,32 @@ def expected_calibration_error(probabilities: Tensor, outcomes: Tensor, *, bins:
     return _bin_gaps(p_M1, outcome_M1, bins).abs().sum().item() / len(p_M1)
 
 
-def fit_sts(traces: Traces, *, grid: Tensor, bins: int, tolerance: float) -> Tensor:
+def fit_sts(traces: Traces, *, grid: Tensor, bins: int) -> Tensor:
     """STS temperatures, float64 [K]: slot by slot the point of `grid` [G] with the lowest ECE of the
-    cumulative product. ECEs within `tolerance` of the lowest count as ties, and ties go to the T nearest
-    1.0 in log: a difference below the sampling noise of the traces is no evidence. 0 is the paper's rule."""
+    cumulative product; ties go to the T nearest 1.0 in log."""
     grid = grid.detach().cpu().double()
     _check_fit(traces, grid, bins)
-    if tolerance < 0:
-        raise ValueError(f"tolerance must not be negative, got {tolerance}")
     prefix_N = torch.ones(len(traces.valid_N), dtype=torch.float64)
     chosen = []
     for rows, z_M, survived_M in traces.slots():
         error_G = _grid_errors(z_M, prefix_N[rows], survived_M, grid, bins)
-        distance_G = grid.log().abs().masked_fill(error_G > error_G.min() + max(tolerance, _TIE), math.inf)
+        distance_G = grid.log().abs().masked_fill(error_G > error_G.min() + _TIE, math.inf)
         chosen.append(grid[distance_G.argmin()])
         prefix_N[rows] *= torch.sigmoid(z_M / chosen[-1])
     return torch.stack(chosen)
+
+
+def cross_validated_gain(folds: Sequence[Traces], *, grid: Tensor, bins: int) -> float:
+    """By how much STS lowers the mean ECE over slots on traces it was not fitted on: the mean over `folds`, each
+    held out in turn. Near 0 or below, the temperatures follow noise."""
+    if len(folds) < 2:
+        raise ValueError(f"cross-validation needs at least 2 folds, got {len(folds)}")
+    gains = []
+    for i, held_out in enumerate(folds):
+        fitted = fit_sts(Traces.cat([f for k, f in enumerate(folds) if k != i]), grid=grid, bins=bins)
+        report = calibration_report(held_out, fitted, bins=bins)
+        gains.append(report["mean_ece_before"] - report["mean_ece_after"])
+    return fmean(gains)
 
 
 def calibration_report(traces: Traces, temperatures: Tensor, *, bins: int) -> dict[str, Any]:

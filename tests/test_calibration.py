@@ -13,6 +13,7 @@ from dspec.calibration import (
     Traces,
     calibrated_confidence,
     calibration_report,
+    cross_validated_gain,
     expected_calibration_error,
     fit_sts,
     temperature_grid,
@@ -75,13 +76,13 @@ def tiny(seed: int = 0, rounds: int = 40, slots: int = 3) -> Traces:
 @pytest.mark.parametrize("seed", range(5))
 def test_recovers_every_temperature(seed: int) -> None:
     true_T = TRUE[torch.randperm(len(TRUE), generator=torch.Generator().manual_seed(100 + seed))]
-    fitted = fit_sts(simulate(seed, true_T), grid=GRID, bins=BINS, tolerance=0.0)
+    fitted = fit_sts(simulate(seed, true_T), grid=GRID, bins=BINS)
     assert (fitted / true_T - 1).abs().max() < 0.10, (fitted, true_T)
 
 
 def test_report_on_held_out_rounds() -> None:
     fit, held_out = simulate(11, TRUE).split(fractions=[0.5, 0.5], seed=0)
-    report = calibration_report(held_out, fit_sts(fit, grid=GRID, bins=BINS, tolerance=0.0), bins=BINS)
+    report = calibration_report(held_out, fit_sts(fit, grid=GRID, bins=BINS), bins=BINS)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["mean_ece_after"] < 0.012 < 0.035 < report["mean_ece_before"]
     for k, slot in enumerate(report["slots"]):
@@ -148,34 +149,34 @@ def test_ece_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_fit_equals_exhaustive_search(seed: int) -> None:
     traces, grid = tiny(seed), temperature_grid(low=0.2, high=5.0, points=15)
-    assert fit_sts(traces, grid=grid, bins=5, tolerance=0.0).tolist() == naive_fit(traces, grid.tolist(), 5)
+    assert fit_sts(traces, grid=grid, bins=5).tolist() == naive_fit(traces, grid.tolist(), 5)
 
 
 def test_fit_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = simulate(2, TRUE, rounds=1000)
-    whole = fit_sts(traces, grid=GRID, bins=BINS, tolerance=0.0)
+    whole = fit_sts(traces, grid=GRID, bins=BINS)
     monkeypatch.setattr("dspec.calibration._CHUNK", 37)
-    assert torch.equal(fit_sts(traces, grid=GRID, bins=BINS, tolerance=0.0), whole)
+    assert torch.equal(fit_sts(traces, grid=GRID, bins=BINS), whole)
 
 
 def test_masked_slots_are_never_read() -> None:
     full = simulate(3, TRUE, rounds=4000)
     valid = torch.randint(0, 8, (4000,), generator=torch.Generator().manual_seed(0))
     masked = Traces(full.logits_NK, full.accepted_N, valid)
-    fitted = fit_sts(masked, grid=GRID, bins=BINS, tolerance=0.0)
+    fitted = fit_sts(masked, grid=GRID, bins=BINS)
     garbage = full.logits_NK.masked_fill(torch.arange(7) >= valid[:, None], math.nan)
     accepted = torch.where(full.accepted_N >= valid, 7 - (7 - valid) // 2, full.accepted_N)  # differs behind only
     assert not torch.equal(accepted, full.accepted_N)
     perturbed = Traces(garbage, accepted, valid)
-    assert torch.equal(fit_sts(perturbed, grid=GRID, bins=BINS, tolerance=0.0), fitted)
+    assert torch.equal(fit_sts(perturbed, grid=GRID, bins=BINS), fitted)
     assert calibration_report(perturbed, fitted, bins=BINS) == calibration_report(masked, fitted, bins=BINS)
-    assert not torch.equal(fit_sts(full, grid=GRID, bins=BINS, tolerance=0.0), fitted)
+    assert not torch.equal(fit_sts(full, grid=GRID, bins=BINS), fitted)
 
 
 def test_ties_go_to_the_temperature_nearest_one() -> None:
     """At z = 0 every temperature predicts 0.5: the ECE is flat."""
     traces = Traces(torch.zeros(10, 2), torch.tensor([0, 1, 2] * 3 + [1]), torch.full((10,), 2))
-    assert fit_sts(traces, grid=torch.tensor([4.0, 0.25, 1.0, 1.5]), bins=BINS, tolerance=0.0).tolist() == [1.0, 1.0]
+    assert fit_sts(traces, grid=torch.tensor([4.0, 0.25, 1.0, 1.5]), bins=BINS).tolist() == [1.0, 1.0]
 
 
 def test_grid_is_log_spaced_and_holds_one() -> None:
@@ -234,9 +235,9 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("just temperatures", lambda: Calibration.from_dict({"temperatures": [1.0]})),
     ("one T a slot", lambda: calibrated_confidence(Z, torch.ones(2))),
     ("low < 1 < high", lambda: temperature_grid(low=1.0, high=2.0, points=10)),
-    (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([0.5, 2.0]), bins=BINS, tolerance=0.0)),
-    (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([-1.0, 1.0]), bins=BINS, tolerance=0.0)),
-    (r"slots \[2, 3\]", lambda: fit_sts(SHORT, grid=GRID, bins=BINS, tolerance=0.0)),
+    (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([0.5, 2.0]), bins=BINS)),
+    (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([-1.0, 1.0]), bins=BINS)),
+    (r"slots \[2, 3\]", lambda: fit_sts(SHORT, grid=GRID, bins=BINS)),
     ("3 positive temperatures", lambda: calibration_report(tiny(), torch.ones(2), bins=BINS)),
     ("non-empty", lambda: expected_calibration_error(Z[0, :0], Z[0, :0], bins=BINS)),
     (r"\[0, 1\]", lambda: expected_calibration_error(Z[0] + 1.5, Z[0], bins=BINS)),
@@ -249,12 +250,16 @@ def test_errors_name_the_fix(message: str, call: Callable[[], object]) -> None:
         call()
 
 
-def test_tolerance_keeps_one_where_the_gain_is_noise() -> None:
-    z_NK = torch.randn(300, 2, generator=torch.Generator().manual_seed(0))
-    traces = Traces(z_NK, torch.full((300,), 1), torch.full((300,), 2))
-    grid = temperature_grid(low=0.25, high=4.0, points=33)
-    strict = fit_sts(traces, grid=grid, bins=20, tolerance=0.0)
-    assert not torch.equal(strict, torch.ones_like(strict))
-    assert torch.equal(fit_sts(traces, grid=grid, bins=20, tolerance=1.0), torch.ones_like(strict))
-    with pytest.raises(ValueError, match="tolerance"):
-        fit_sts(traces, grid=grid, bins=20, tolerance=-0.1)
+def folds_of(traces: Traces) -> list[Traces]:
+    return traces.split(fractions=[0.2] * 5, seed=0)
+
+
+def test_cross_validation_tells_miscalibration_from_noise() -> None:
+    ones = torch.ones(len(TRUE), dtype=torch.float64)
+    wrong = cross_validated_gain(folds_of(simulate(3, TRUE, 10_000)), grid=GRID, bins=BINS)
+    right = [cross_validated_gain(folds_of(simulate(s, ones, 10_000)), grid=GRID, bins=BINS) for s in range(4)]
+    print(wrong, right)
+    assert wrong > 0.01
+    assert max(right) < 0.001
+    with pytest.raises(ValueError, match="2 folds"):
+        cross_validated_gain([tiny()], grid=GRID, bins=BINS)
