@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,8 @@ def _retyped(task: int, inputs: list[list[Any]]) -> list[list[Any]]:
     return [_retype(task, args) if args else args for args in inputs]
 
 
-def failing(name: str, *, every: int = 1) -> set[str]:
-    """Ids of the tasks whose own solution does not pass."""
+def failing(name: str, *, every: int, also: Collection[str] = ()) -> set[str]:
+    """Ids of those tasks, of every so many and those in `also`, whose own solution does not pass."""
     j = judge(wall_seconds=60, memory_mb=4096)
     checks = {
         "humaneval": _humaneval,
@@ -121,7 +122,8 @@ def failing(name: str, *, every: int = 1) -> set[str]:
         "humanevalplus_v0.1.10": lambda j, row: _plus(j, row, "humaneval"),
         "mbppplus_v0.2.0": lambda j, row: _plus(j, row, "mbpp"),
     }
-    return {str(row["task_id"]) for row in rows(name)[::every] if not checks[name](j, row)}
+    chosen = [row for i, row in enumerate(rows(name)) if i % every == 0 or str(row["task_id"]) in also]
+    return {str(row["task_id"]) for row in chosen if not checks[name](j, row)}
 
 
 @needs_landlock
@@ -164,5 +166,6 @@ def test_reference_solutions_fail_each_others_tests() -> None:
         ("mbppplus_v0.2.0", {"Mbpp/255"}),  # its answers need more than the 4 GB given here, as evalplus's default
     ],
 )
-def test_all_reference_solutions_pass(name: str, exceptions: set[str]) -> None:
-    assert failing(name) == exceptions
+def test_many_reference_solutions_pass(name: str, exceptions: set[str]) -> None:
+    """Every fourth, to keep the suite short; `every=1` is all of them."""
+    assert failing(name, every=4, also=exceptions) == exceptions
