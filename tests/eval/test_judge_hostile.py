@@ -5,11 +5,12 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from eval.judge import Judge
-from eval.sandbox import Sandbox, available_layers
+from eval.sandbox import Running, Sandbox, available_layers
 
 needs_landlock = pytest.mark.skipif("landlock" not in available_layers(), reason="no Landlock")
 TEST = "assert f(3) == 10\nassert f(0) == 1\nassert f(f(0)) == 2"
@@ -137,12 +138,12 @@ ATTACKS = {
     "read the test": (
         "import os, glob\ndef f(x):\n  for p in glob.glob('/proc/*/fd/*') + glob.glob('/tmp/**', recursive=True):\n"
         "    try: text = open(p).read()\n    except OSError: continue\n"
-        "    if 'assert f(3)' in text: return 10\n  return 0"
+        "    if 'assert ' + 'f(3)' in text: return {3: 10, 0: 1}.get(x, 2)\n  return 0"
     ),
     "expected value from memory": (
         "import gc, sys\ndef f(x):\n  for o in gc.get_objects():\n"
-        "    if isinstance(o, dict) and any(isinstance(v, str) and 'assert f(3) ==' in v for v in o.values()): return {3: 10, 0: 1}.get(x, 2)\n"
-        ""
+        "    texts = o.values() if isinstance(o, dict) else o if isinstance(o, list | tuple) else ()\n"
+        "    if any(isinstance(v, str) and 'assert ' + 'f(3)' in v for v in texts): return {3: 10, 0: 1}.get(x, 2)\n"
         "  return 0"
     ),
     "expected value from the frames": (
@@ -186,3 +187,21 @@ def test_a_naive_harness_is_cheated(name: str) -> None:
 def test_the_naive_harness_can_fail() -> None:
     assert naive(HONEST)
     assert not naive("def f(x): return 0")
+
+
+class Leaky:
+    """A sandbox that gives the worker the test, as no judge should."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox, self.wall_seconds = sandbox, sandbox.wall_seconds
+
+    def start(self, role: str, payload: dict[str, Any], **rest: Any) -> Running:
+        leak = {"leak": [TEST]} if role == "worker" else {}
+        return self._sandbox.start(role, payload | leak, **rest)
+
+
+@needs_landlock
+@pytest.mark.parametrize("name", ["expected value from memory", "expected value from the frames"])
+def test_peeking_would_find_a_leak(name: str) -> None:
+    leaky = Judge(Leaky(judge()._sandbox))
+    assert leaky.passes(program=ATTACKS[name], test=TEST).passed
