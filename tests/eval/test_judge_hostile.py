@@ -5,11 +5,12 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from eval.judge import Judge
-from eval.sandbox import Sandbox, available_layers
+from eval.sandbox import Running, Sandbox, available_layers
 
 needs_landlock = pytest.mark.skipif("landlock" not in available_layers(), reason="no Landlock")
 TEST = "assert f(3) == 10\nassert f(0) == 1\nassert f(f(0)) == 2"
@@ -186,3 +187,21 @@ def test_a_naive_harness_is_cheated(name: str) -> None:
 def test_the_naive_harness_can_fail() -> None:
     assert naive(HONEST)
     assert not naive("def f(x): return 0")
+
+
+class Leaky:
+    """A sandbox that gives the worker the test, as no judge should."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox, self.wall_seconds = sandbox, sandbox.wall_seconds
+
+    def start(self, role: str, payload: dict[str, Any], **rest: Any) -> Running:
+        leak = {"leak": [TEST]} if role == "worker" else {}
+        return self._sandbox.start(role, payload | leak, **rest)
+
+
+@needs_landlock
+@pytest.mark.parametrize("name", ["expected value from memory", "expected value from the frames"])
+def test_peeking_would_find_a_leak(name: str) -> None:
+    leaky = Judge(Leaky(judge()._sandbox))
+    assert leaky.passes(program=ATTACKS[name], test=TEST).passed
