@@ -1,4 +1,4 @@
-"""The embedded target and the drafters that the recipes train against it, on 700 of their 1,500 steps (slow).
+"""The embedded target and the drafters that the recipes train against it, on 500 of their 1,500 steps (slow).
 
 Taus come from batched decoding of the benchmark prompts: the same tokens as prompt by prompt, in less time.
 """
@@ -61,7 +61,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Run folders of both recipes with all their data, the same 700 steps, and a small evaluation."""
+    """Run folders of both recipes with all their data, the same 500 steps, and a small evaluation."""
     root, runs = tmp_path_factory.mktemp("full"), {}
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
@@ -70,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         few = [f"benchmark.{name}.count=2" for name in ("problems", "problems_unseen", "functions")]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DSPEC_CACHE", str(root / "cache"))
-            args = [f"recipe={recipe}", "trainer.max_steps=700", *few, "callbacks/progress=none"]
+            args = [f"recipe={recipe}", "trainer.max_steps=500", *few, "callbacks/progress=none"]
             patch.setattr(sys, "argv", ["dspec.train", *args, f"hydra.run.dir={runs[recipe]}"])
             main()
     torch.set_num_threads(threads)

@@ -54,7 +54,7 @@ def _mbpp(j: Judge, row: dict[str, Any]) -> bool:
 
 def _plus(j: Judge, row: dict[str, Any], dataset: str) -> bool:
     job = {"program": row["prompt"] + row["canonical_solution"], "entry_point": row["entry_point"], "dataset": dataset}
-    inputs = row["base_input"] + row["plus_input"]
+    inputs = [*row["base_input"], *row["plus_input"]]
     if dataset == "mbpp":
         inputs = _retyped(int(row["task_id"].split("/")[1]), inputs)
     try:
