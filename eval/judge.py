@@ -86,14 +86,14 @@ class Judge:
 
     def _judge(self, program: str, job: dict[str, Any]) -> tuple[Verdict, dict[str, Any]]:
         nonce = secrets.token_hex(16)
-        said, worker = self._both(program, {**job, "nonce": nonce})
+        said, *ends = self._both(program, {**job, "nonce": nonce})
         if said.get("passed") == nonce:
             return Verdict(True, "passed"), said
-        reason = "no verdict in time" if not said else str(said.get("failed"))
-        return Verdict(False, _why(worker) if said.get("gone") else reason), said
+        reason = _why(*ends) if said.get("gone", not said) else str(said.get("failed"))
+        return Verdict(False, reason), said
 
-    def _both(self, program: str, job: dict[str, Any]) -> tuple[dict[str, Any], Outcome]:
-        """What the checker said (empty if nothing), and how the worker ended."""
+    def _both(self, program: str, job: dict[str, Any]) -> tuple[dict[str, Any], Outcome, Outcome]:
+        """What the checker said (empty if nothing), and how worker and checker ended."""
         pipes = _Pipes()
         try:
             worker_job = {"program": program, "ask": pipes.ask[0], "answer": pipes.answer[1]}
@@ -106,9 +106,9 @@ class Judge:
                 pipes.close_all_but_verdict()
                 said = _read_verdict(pipes.verdict[0], time.monotonic() + self._sandbox.wall_seconds + _GRACE_S)
                 checker.stop()
-                checker.wait()
+                decided = checker.wait()
                 worker.stop()
-                return said, worker.wait()
+                return said, worker.wait(), decided
         finally:
             pipes.close()
 
@@ -153,10 +153,13 @@ def _read_verdict(fd: int, deadline: float) -> dict[str, Any]:
     return dict(json.loads(said)) if said.endswith(b"\n") else {}
 
 
-def _why(worker: Outcome) -> str:
-    if worker.ended != "exit":
-        return f"the program was killed: {worker.ended}"
-    return f"the program ended early (exit code {worker.code})"
+def _why(worker: Outcome, checker: Outcome) -> str:
+    """Why there is no verdict."""
+    if "wall time" in (worker.ended, checker.ended):  # both clocks run out at nearly the same time
+        return "out of time"
+    if worker.ended == "exit":
+        return f"the program ended early (exit code {worker.code})"
+    return f"no verdict (program: {worker.ended}, test: {checker.ended} with exit code {checker.code})"
 
 
 def _refuse(value: Any) -> Any:

@@ -138,18 +138,18 @@ ATTACKS = {
     "read the test": (
         "import os, glob\ndef f(x):\n  for p in glob.glob('/proc/*/fd/*') + glob.glob('/tmp/**', recursive=True):\n"
         "    try: text = open(p).read()\n    except OSError: continue\n"
-        "    if 'assert ' + 'f(3)' in text: return {3: 10, 0: 1}.get(x, 2)\n  return 0"
+        "    if chr(97) + 'ssert f(3)' in text: return {3: 10, 0: 1}.get(x, 2)\n  return 0"
     ),
     "expected value from memory": (
         "import gc, sys\ndef f(x):\n  for o in gc.get_objects():\n"
         "    texts = o.values() if isinstance(o, dict) else o if isinstance(o, list | tuple) else ()\n"
-        "    if any(isinstance(v, str) and 'assert ' + 'f(3)' in v for v in texts): return {3: 10, 0: 1}.get(x, 2)\n"
+        "    if any(isinstance(v, str) and chr(97) + 'ssert f(3)' in v for v in texts): return {3: 10, 0: 1}.get(x, 2)\n"
         "  return 0"
     ),
     "expected value from the frames": (
         "import sys\ndef f(x):\n  frame = sys._getframe()\n  while frame:\n"
         "    text = repr(frame.f_locals) + repr(frame.f_globals)\n"
-        "    if 'assert ' + 'f(3)' in text: return {3: 10, 0: 1}.get(x, 2)\n"
+        "    if chr(97) + 'ssert f(3)' in text: return {3: 10, 0: 1}.get(x, 2)\n"
         "    frame = frame.f_back\n  return 0"
     ),
     "endless loop": "def f(x):\n  while True: pass",
