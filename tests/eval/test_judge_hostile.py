@@ -143,7 +143,8 @@ ATTACKS = {
     "expected value from memory": (
         "import gc, sys\ndef f(x):\n  for o in gc.get_objects():\n"
         "    texts = o.values() if isinstance(o, dict) else o if isinstance(o, list | tuple) else ()\n"
-        "    if any(isinstance(v, str) and chr(97) + 'ssert f(3)' in v for v in texts): return {3: 10, 0: 1}.get(x, 2)\n"
+        "    if any(isinstance(v, str) and chr(97) + 'ssert f(3)' in v for v in texts):\n"
+        "      return {3: 10, 0: 1}.get(x, 2)\n"
         "  return 0"
     ),
     "expected value from the frames": (
