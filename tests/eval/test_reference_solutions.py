@@ -25,7 +25,7 @@ def judge(*, wall_seconds: float = 20, memory_mb: int = 512, processes: int = 1)
     return Judge(
         Sandbox(
             wall_seconds=wall_seconds,
-            cpu_seconds=20,
+            cpu_seconds=90,
             memory_mb=memory_mb,
             output_bytes=1 << 20,
             processes=processes,
@@ -115,7 +115,7 @@ def _retyped(task: int, inputs: list[list[Any]]) -> list[list[Any]]:
 
 def failing(name: str, *, every: int, also: Collection[str] = ()) -> set[str]:
     """Ids of those tasks, of every so many and those in `also`, whose own solution does not pass."""
-    j = judge(wall_seconds=60, memory_mb=4096)
+    j = judge(wall_seconds=120, memory_mb=4096)
     checks = {
         "humaneval": _humaneval,
         "mbpp": _mbpp,
