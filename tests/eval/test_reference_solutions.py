@@ -167,5 +167,5 @@ def test_reference_solutions_fail_each_others_tests() -> None:
     ],
 )
 def test_many_reference_solutions_pass(name: str, exceptions: set[str]) -> None:
-    """Every fourth, to keep the suite short; `every=1` is all of them."""
-    assert failing(name, every=4, also=exceptions) == exceptions
+    """One in 5, to keep the suite short; `every=1` is all of them."""
+    assert failing(name, every=5, also=exceptions) == exceptions
