@@ -37,13 +37,24 @@ def _run_dir(resume: str | None, recipe: str | None) -> str:
     return resume or f"runs/{recipe or 'custom'}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
+def _keys(base: str) -> set[str]:
+    """Top-level keys of conf/<base>.yaml and of the configs that its defaults list names without a group."""
+    found: set[str] = set()
+    for key, value in (yaml.safe_load((CONF / f"{base}.yaml").read_text("utf-8")) or {}).items():
+        if key != "defaults":
+            found.add(key)
+            continue
+        for entry in value:
+            if isinstance(entry, dict):
+                found.add(next(iter(entry)))
+            elif entry != "_self_":
+                found |= _keys(entry)
+    return found
+
+
 def check_keys(cfg: DictConfig, *, base: str) -> None:
     """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
-    known = {
-        key
-        for entry in (yaml.safe_load((CONF / f"{base}.yaml").read_text("utf-8")) or {}).items()
-        for key in ([entry[0]] if entry[0] != "defaults" else [next(iter(d)) for d in entry[1] if isinstance(d, dict)])
-    }
+    known = _keys(base)
     if unknown := sorted(set(map(str, cfg)) - known):
         raise UserError(f"unknown key {', '.join(unknown)}; the config has: {', '.join(sorted(known - {'recipe'}))}")
 

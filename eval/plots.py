@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FormatStrFormatter, MaxNLocator, PercentFormatter
 
 from dspec.atomic import atomic_file
 
@@ -93,6 +93,68 @@ def plot_reliability(report: Mapping[str, Any], path: Path) -> None:
         bars = Patch(color="#7F7F7F", alpha=0.3, lw=0)
         handles, labels = [*handles, bars], [*labels, "rounds in the bin"]
         figure.legend(handles, labels, loc="outside upper center", ncols=4 if columns > 2 else 2)
+        _save(figure, path)
+
+
+def plot_rounds(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Milliseconds of one round as stacked bars, one bar a method, one segment a span."""
+    with rc_context(_STYLE):
+        figure = _figure(8.0, 1.4 + 0.5 * len(bars))
+        axes = figure.add_subplot()
+        left = dict.fromkeys(bars, 0.0)
+        names = list(dict.fromkeys(name for spans in bars.values() for name in spans))
+        for i, name in enumerate(names):
+            widths = [spans.get(name, 0.0) for spans in bars.values()]
+            hatch = "//" if i >= len(_COLOURS) else None
+            colour = _COLOURS[i % len(_COLOURS)]
+            axes.barh(list(bars), widths, left=list(left.values()), color=colour, hatch=hatch, label=name, alpha=0.85)
+            left = {method: left[method] + w for method, w in zip(bars, widths, strict=True)}
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(title="Where a round's time goes (plain AR: one token)", xlabel="milliseconds")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+        _save(figure, path)
+
+
+def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Milliseconds against K, a line a context length: verifying (with its attention alone, dashed) and drafting."""
+    with rc_context(_STYLE):
+        figure = _figure(9.0 if draft else 5.5, 4.0)
+        panels = figure.subplots(1, 2 if draft else 1, squeeze=False)[0]
+        contents = (
+            ("Verify K tokens", verify, ("attention", "rest", "lm_head")),
+            ("Draft K slots", draft, ("forward", "lm_head", "sequential_head")),
+        )
+        for axes, (title, lines, parts) in zip(panels, contents, strict=False):
+            for context, (colour, _, marker) in zip(
+                dict.fromkeys(line["context"] for line in lines), _looks(), strict=False
+            ):
+                own = [line for line in lines if line["context"] == context]
+                tokens = [line["tokens"] for line in own]
+                whole = [sum(line[part] for part in parts) for line in own]
+                axes.plot(tokens, whole, color=colour, marker=marker, ms=5, lw=1.6, label=f"L = {context}")
+                if "attention" in parts:
+                    axes.plot(tokens, [line["attention"] for line in own], color=colour, ls="--", lw=1.2)
+            axes.set_xscale("log", base=2)
+            axes.set(title=title, xlabel="K", ylabel="milliseconds")
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(sorted({line["tokens"] for line in lines}), minor=False)
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+            axes.legend(title="dashed: attention" if "attention" in parts else None)
+        _save(figure, path)
+
+
+def plot_tau_by_position(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """tau of the rounds that began in each stretch of the answer, one line a label."""
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 4.2)
+        axes = figure.add_subplot()
+        for (label, points), (colour, dash, marker) in zip(curves.items(), _looks(), strict=False):
+            starts, taus = zip(*points, strict=True)
+            axes.plot(starts, taus, color=colour, ls=dash, marker=marker, ms=5, lw=1.6, label=label)
+        axes.set(title="tau along the answer", xlabel="tokens of the answer so far", ylabel="tokens per round")
+        axes.set_ylim(bottom=1.0)
+        axes.legend(fontsize=8)
         _save(figure, path)
 
 

@@ -27,7 +27,8 @@ from dspec.models.draft import Draft
 from dspec.models.target import Target, load_target
 from dspec.provenance import provenance
 from dspec.train import quiet
-from eval.evaluate import BASELINE, Contender
+from eval.benchmarks.base import Benchmark
+from eval.evaluate import BASELINE, Contender, Evaluation
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +99,20 @@ def load_subject(cfg: DictConfig) -> Subject:
     return Subject(target, draft, label, policy)
 
 
-def evaluate(cfg: DictConfig) -> None:
-    """One evaluation in Hydra's run folder."""
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation ran and found; `results` is what results.json holds."""
+
+    subject: Subject
+    contenders: dict[str, Contender]
+    benchmarks: dict[str, Benchmark]
+    evaluation: Evaluation
+    results: dict[str, Any]
+
+
+def measure(cfg: DictConfig, run_dir: Path) -> Evaluated:
+    """Runs what `cfg` (conf/eval.yaml or speed.yaml) names; plain AR comes along."""
     quiet()
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
     torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
     if "benchmark" not in cfg:
         raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
@@ -111,7 +122,7 @@ def evaluate(cfg: DictConfig) -> None:
     contenders = instantiate(cfg.decoder)
     if BASELINE not in contenders:
         contenders = {BASELINE: Contender(method="AR", build=factory.autoregressive), **contenders}
-    benchmarks, evaluation, report = instantiate(cfg.benchmark), instantiate(cfg.evaluation), instantiate(cfg.report)
+    benchmarks, evaluation = instantiate(cfg.benchmark), instantiate(cfg.evaluation)
     write_json(run_dir / "config.json", plain)
     log.info("evaluating %s in %s", target.name, run_dir)
     rows, check = evaluation(
@@ -128,7 +139,14 @@ def evaluate(cfg: DictConfig) -> None:
     run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=subject.policy.to_dict(target.tokenizer))
     sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
     results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": None}
-    report(results=results, history=[], run_dir=run_dir)
+    return Evaluated(subject, contenders, benchmarks, evaluation, results)
+
+
+def evaluate(cfg: DictConfig) -> None:
+    """One evaluation in Hydra's run folder."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    done = measure(cfg, run_dir)
+    instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir)
 
 
 main = entry_point(config="eval")(evaluate)

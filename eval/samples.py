@@ -99,3 +99,9 @@ class SampleLog:
         except OSError as error:
             raise UserError(f"cannot write {self.path} ({error.strerror}); free space and resume") from error
         self.samples += batch
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a finished evaluation."""
+    with path.open(encoding="utf-8") as file:
+        return [Sample.from_row(json.loads(line)) for number, line in enumerate(file) if number > 0]

@@ -8,6 +8,7 @@ import torch
 from dspec.decoding.base import Ends, Generation, Limits, next_tokens, prefill, rows_to_keep
 from dspec.decoding.sampling import Sampling
 from dspec.models.target import Target
+from dspec.spans import span
 
 
 class Autoregressive:
@@ -42,8 +43,12 @@ class Autoregressive:
                 state.lengths_B = [state.lengths_B[i] for i in keep]
                 state.anchors_B = [state.anchors_B[i] for i in keep]
             ids = torch.tensor(state.anchors_B, device=target.device)[:, None]
-            hidden = target(ids, start_B=state.lengths_B, cache=state.cache).hidden_BLD
-            state.anchors_B = next_tokens(target.logits(hidden[:, 0]), self.sampling, state.streams)
+            with span("target"):
+                hidden = target(ids, start_B=state.lengths_B, cache=state.cache).hidden_BLD
+            with span("target LM head"):
+                logits = target.logits(hidden[:, 0])
+            with span("sampling"):
+                state.anchors_B = next_tokens(logits, self.sampling, state.streams)
             for i, generation in enumerate(live):
                 if not generation.done(limits):
                     generation.emit([state.anchors_B[i]], limits)

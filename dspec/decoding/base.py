@@ -11,6 +11,7 @@ from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.target import Target
+from dspec.spans import span
 
 Ends = Callable[[Sequence[int]], bool]  # does the answer end with the last of these tokens? (stop strings)
 
@@ -124,9 +125,10 @@ def prefill(
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     cache, streams = target.new_cache(), Streams(seeds, target.device)
-    output = target(ids.to(target.device), cache=cache)
-    last = output.hidden_BLD[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
-    anchors = next_tokens(target.logits(last), sampling, streams)
+    with span("prefill"):
+        output = target(ids.to(target.device), cache=cache)
+        last = output.hidden_BLD[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+        anchors = next_tokens(target.logits(last), sampling, streams)
     generations = []
     for anchor in anchors:
         generation = Generation(prefill_forwards=1, prefill_tokens=1)

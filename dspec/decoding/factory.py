@@ -18,14 +18,20 @@ def autoregressive(*, target: Target, draft: Draft | None, sampling: Sampling) -
 
 
 def speculative(
-    *, target: Target, draft: Draft | None, sampling: Sampling, sequential_head: bool, confidence_threshold: float
+    *,
+    target: Target,
+    draft: Draft | None,
+    sampling: Sampling,
+    sequential_head: bool,
+    refinement_passes: int,
+    confidence_threshold: float,
 ) -> Decoder:
     """The trained drafter, with or without its sequential head; a threshold of 0 verifies every draft."""
     if draft is None:
         raise UserError("decoder=speculative needs a drafter: train one (recipe=dspark) or take decoder=autoregressive")
     return Speculative(
         target=target,
-        proposer=DraftProposer(draft, sequential_head=sequential_head),
+        proposer=DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes),
         sampling=sampling,
         confidence_threshold=confidence_threshold,
         calibration=draft.calibration,

@@ -20,6 +20,7 @@ from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.target import Target
+from dspec.spans import span
 
 
 class Speculative:
@@ -74,7 +75,8 @@ class Speculative:
         state = prefill(self.target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
         live = list(state.generations)
         history = [[*prompt, anchor] for prompt, anchor in zip(prompts, state.anchors_B, strict=True)]
-        self.proposer.begin(state.features_BLF)
+        with span("prefill"):
+            self.proposer.begin(state.features_BLF)
         while any(not g.done(limits) for g in live):
             if (keep := rows_to_keep([not g.done(limits) for g in live])) is not None:
                 rows = torch.tensor(keep, device=self.target.device)
@@ -106,29 +108,35 @@ class Speculative:
         draft = proposal.tokens_BJ[:, :sent]
         anchor = torch.tensor([row[-1] for row in history], device=draft.device)[:, None]
         starts = [len(row) - 1 for row in history]
-        output = self.target(torch.cat([anchor, draft], 1), start_B=starts, cache=state.cache)
-        logits = self.target.logits(output.hidden_BLD)
-        if uniform is None:
-            accepted, following = verify_greedy(draft, proposal.count_B, logits)
-        else:
-            laws = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
-            accepted, following = verify_sampled(
-                draft,
-                proposal.count_B,
-                laws,
-                self.sampling.probs(logits),
-                uniform[:, J : J + sent],
-                uniform[:, 2 * J],
-            )
-        lengths, drafts = accepted.tolist(), draft.tolist()
-        confidence = proposal.confidence_BJ.tolist() if proposal.confidence_BJ is not None else None
-        active = [not g.done(limits) for g in live]
-        for i, token in enumerate(following.tolist()):
-            if active[i]:
-                trace = tuple(confidence[i][: counts[i]]) if confidence is not None and self.record_confidence else ()
-                _record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
-                live[i].positions_computed += sent + 1
-                history[i].extend([*drafts[i][: lengths[i]], token])
+        with span("target"):
+            output = self.target(torch.cat([anchor, draft], 1), start_B=starts, cache=state.cache)
+        with span("target LM head"):
+            logits = self.target.logits(output.hidden_BLD)
+        with span("sampling"):
+            if uniform is None:
+                accepted, following = verify_greedy(draft, proposal.count_B, logits)
+            else:
+                laws = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
+                accepted, following = verify_sampled(
+                    draft,
+                    proposal.count_B,
+                    laws,
+                    self.sampling.probs(logits),
+                    uniform[:, J : J + sent],
+                    uniform[:, 2 * J],
+                )
+        with span("bookkeeping"):
+            lengths, drafts = accepted.tolist(), draft.tolist()
+            confidence = None
+            if proposal.confidence_BJ is not None and self.record_confidence:
+                confidence = proposal.confidence_BJ.tolist()
+            active = [not g.done(limits) for g in live]
+            for i, token in enumerate(following.tolist()):
+                if active[i]:
+                    trace = tuple(confidence[i][: counts[i]]) if confidence is not None else ()
+                    _record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
+                    live[i].positions_computed += sent + 1
+                    history[i].extend([*drafts[i][: lengths[i]], token])
         # only positions of rows that moved on may be overwritten: finished rows stay where they are
         self.proposer.extend(output.features_BLF[:, : max(lengths) + 1], starts)
 

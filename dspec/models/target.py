@@ -34,6 +34,7 @@ from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
+from dspec.spans import span
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
@@ -53,7 +54,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention call. Its own SDPA copies the key/value heads in every layer that has a mask."""
     causal = attention_mask is None and query.shape[2] > 1
-    return attend(query, key, value, attention_mask, scale=scaling, is_causal=causal).transpose(1, 2), None
+    with span("attention"):
+        out = attend(query, key, value, attention_mask, scale=scaling, is_causal=causal)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(_ATTENTION, _attention)
@@ -92,6 +95,7 @@ class Target(nn.Module):
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):
             raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
+        model.set_attn_implementation(_ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer: Any = tokenizer  # None only where ids alone are decoded
         self.name = name
@@ -244,7 +248,7 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
     if (folder := Path(path).expanduser()).is_dir():
         path = str(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=_ATTENTION)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

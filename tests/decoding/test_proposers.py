@@ -10,24 +10,37 @@ from torch import Tensor
 
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling, Streams, draw
+from dspec.errors import UserError
 
 CPU = torch.device("cpu")
 KINDS = [("fill_in", None), *(("anchor_first", head) for head in (None, "vanilla", "gated", "rnn"))]
 
 
 @torch.no_grad()
-def _from_scratch(target, draft, text: list[int], drafts: Tensor, *, with_head: bool) -> tuple[Tensor, Tensor | None]:
+def _from_scratch(
+    target, draft, text: list[int], drafts: Tensor, *, with_head: bool, passes: int
+) -> tuple[Tensor, Tensor | None]:
     """Logits and confidence of one block after `text`, in the training form, teacher-forced on `drafts`."""
     target.tap(draft.config.target_layer_ids)
     features = target(torch.tensor([text])).features_BLF[:, :-1]
     K, first = draft.config.block_size, draft.config.first_slot
     positions = len(text) - 1 + torch.arange(K)[None]
     block = torch.tensor([[text[-1], *[draft.config.mask_token_id] * (K - 1)]])
+    w2 = draft.markov_head.markov_w2.weight.T if draft.markov_head is not None and with_head else None
     hidden = draft(block, positions, mask=None, features_BSF=features)[:, first:]
+    for _ in range(passes):  # each guess is greedy given the guesses before it, and stands at its own position
+        guesses: list[int] = [text[-1]]
+        for k in range(hidden.shape[1]):
+            logits = draft.lm_head(hidden[:, k])
+            if w2 is not None:
+                logits = logits + draft.transition(torch.tensor([guesses]), hidden[:, : k + 1])[:, k] @ w2
+            guesses.append(int(logits.argmax()))
+        block = torch.tensor([guesses[:K]])
+        hidden = draft(block, positions, mask=None, features_BSF=features)[:, first:]
     previous = torch.cat([torch.tensor([[text[-1]]]), drafts[None, :-1]], 1)
     logits = draft.lm_head(hidden)
-    if draft.markov_head is not None and with_head:
-        logits = logits + draft.transition(previous, hidden) @ draft.markov_head.markov_w2.weight.T
+    if w2 is not None:
+        logits = logits + draft.transition(previous, hidden) @ w2
     confidence = draft.confidence(previous, hidden)
     return logits[0], None if confidence is None else confidence[0]
 
@@ -44,8 +57,8 @@ def test_cached_block_equals_the_training_form(
     draft = toys.draft(target, block=4, layout=layout, head=head, confidence=confidence, taps=(1, 0))
     texts = toys.prompts(rng, batch, vocab=11)
     warm = Sampling(temperature=0.7, top_p=0.8)
-    for with_head, sampling in itertools.product((True, False), (toys.GREEDY, warm)):
-        proposer = DraftProposer(draft, sequential_head=with_head)
+    for with_head, sampling, passes in itertools.product((True, False), (toys.GREEDY, warm), (0, 2)):
+        proposer = DraftProposer(draft, sequential_head=with_head, refinement_passes=passes)
         target.tap(proposer.tap_ids)
         J = proposer.num_drafts
         rows, cache, streams = [[*t, 3] for t in texts], target.new_cache(), Streams(range(batch), CPU)
@@ -58,7 +71,7 @@ def test_cached_block_equals_the_training_form(
                 got = proposer.propose(rows, sampling=sampling, uniform_BJ=uniform, confidence=confidence)
             assert got.count_B.tolist() == [J] * len(rows)
             for b, row in enumerate(rows):
-                logits, sure = _from_scratch(target, draft, row, got.tokens_BJ[b], with_head=with_head)
+                logits, sure = _from_scratch(target, draft, row, got.tokens_BJ[b], with_head=with_head, passes=passes)
                 if uniform is None:
                     assert got.probs_BJV is None
                     assert torch.equal(got.tokens_BJ[b], logits.argmax(-1))
@@ -97,6 +110,21 @@ def test_head_off_is_another_drafter(toys: SimpleNamespace) -> None:
         assert found.confidence_BJ is None
         tokens.append(found.tokens_BJ.tolist())
     assert tokens[0] != tokens[1]
+
+
+def test_refinement_is_another_drafter_and_says_so(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    draft = toys.draft(target, head="vanilla", rank=8, scale=1.0)
+    features, tokens = target(torch.tensor([[1, 2, 3]])).features_BLF, []
+    for passes in (0, 1):
+        proposer = DraftProposer(draft, refinement_passes=passes)
+        assert proposer.settings().get("refinement_passes", 0) == passes
+        proposer.begin(features)
+        found = proposer.propose([[1, 2, 3, 4]], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+        tokens.append(found.tokens_BJ.tolist())
+    assert tokens[0] != tokens[1]
+    with pytest.raises(UserError, match="refinement_passes=-1"):
+        DraftProposer(draft, refinement_passes=-1)
 
 
 def _lookup(text: list[int], *, drafts: int, ngram: int) -> list[int]:
