@@ -99,6 +99,7 @@ def test_leaves_results_plots_and_a_drafter(dspark_run: Path) -> None:
     assert list(draft.calibration.temperatures) == results["calibration"]["temperatures"]
     assert draft.prompt_policy == results["run"]["prompt_policy"]
     assert (dspark_run / "draft" / "README.md").read_text().startswith("---")
+    assert json.loads((dspark_run / "draft" / "config.json").read_text())["num_anchors"] == 16
 
 
 @pytest.mark.slow
@@ -139,9 +140,14 @@ def test_other_recipes_run(recipe: str, cache: Path, tmp_path: Path) -> None:
             else [a for a in SMALL if not a.startswith("calibration")]
         )
         patch.setattr(sys.modules[__name__], "SMALL", kept)
-        extra = ["data.counts={problems: 200, functions: 100}", "data.batch_size=2"] if recipe == "ar_base" else []
+        extra = (
+            ["data.counts={problems: 200, functions: 100}", "data.batch_size=2"]
+            if recipe == "ar_base"
+            else ["logger=wandb"]
+        )
         out = run([*args, *extra], cache, tmp_path / recipe)
     results = json.loads((out / "results.json").read_text())
     assert results["calibration"] is None
     assert {row["benchmark"] for row in results["rows"]} == {"problems", "problems_unseen", "functions"}
     assert (out / ("target" if recipe == "ar_base" else "draft") / "model.safetensors").is_file()
+    assert bool(list(out.glob("wandb/offline-run-*/*.wandb"))) == (recipe == "dflash")  # nothing leaves the machine

@@ -70,6 +70,7 @@ class DFlash(nn.Module):
             self._refuse_heads()
         self.target, self.draft = target, draft
         self.num_anchors, self.loss_decay, self.chunk_size = num_anchors, loss_decay, chunk_size
+        draft.num_anchors = num_anchors
         self.ce_weight, self.tv_weight = ce_weight, tv_weight
 
     def _refuse_heads(self) -> None:

@@ -74,15 +74,20 @@ def config_dict(draft: Draft) -> dict[str, Any]:
     if config.layout == "fill_in":
         nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
         return base | {"architectures": [ZLAB], "dflash_config": nested}
-    return base | {
-        "architectures": [DEEPSPEC],
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": ids,
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head_type or "vanilla",
-        "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_head_with_markov,
-    }
+    anchors = {} if draft.num_anchors is None else {"num_anchors": draft.num_anchors}
+    return (
+        base
+        | anchors
+        | {
+            "architectures": [DEEPSPEC],
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": ids,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head_type or "vanilla",
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_head_with_markov,
+        }
+    )
 
 
 def from_pretrained(folder: str | Path, *, target: Target, layout: str | None = None) -> Draft:
@@ -115,7 +120,7 @@ def from_pretrained(folder: str | Path, *, target: Target, layout: str | None = 
             parameter.copy_(tensors[name])
     own = raw.get("dspec") or {}
     draft.calibration = _calibration(own.get("calibration"), config, folder)
-    draft.prompt_policy = own.get("prompt_policy") or {}
+    draft.prompt_policy, draft.num_anchors = own.get("prompt_policy") or {}, raw.get("num_anchors")
     return draft.eval()
 
 

@@ -162,6 +162,7 @@ class Draft(nn.Module):
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
         self.calibration: Calibration | None = None  # STS temperatures, once fitted
         self.prompt_policy: dict[str, Any] = {}  # how training prompts were rendered
+        self.num_anchors: int | None = None  # blocks a row in training, which DeepSpec's config.json carries
         self._table: Rotation | None = None
         for module in (embed_tokens, lm_head):
             module.requires_grad_(False)
