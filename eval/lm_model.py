@@ -3,6 +3,7 @@
 Knows no benchmark: prompts, stops and scores are lm-eval's, or those of the tasks in eval/tasks.
 """
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from dspec.errors import UserError
 from eval.rows import acceptance, counts
 from eval.run import load_subject
 
+log = logging.getLogger(__name__)
+
 # keys of conf/eval.yaml that lm-eval decides in other ways
 _LM_EVALS_OWN = {"benchmark": "--tasks", "limit": "--limit", "evaluation": "--gen_kwargs"}
 
@@ -40,7 +43,7 @@ class DspecLM(TemplateLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
         decoder = args.pop("decoder", "autoregressive")
-        cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": f"[{decoder}]", **args}.items()])
+        cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
         self.subject = load_subject(cfg)
         cfg.label = self.subject.label
         self._contender = next(iter(instantiate(cfg.decoder).values()))
@@ -128,9 +131,12 @@ class DspecLM(TemplateLM):
         room = self.max_length - new
         if room < 1:
             raise UserError(f"max_gen_toks={new} leaves no room for a prompt in {self.max_length} positions")
+        prompts = [self.tok_encode(r.args[0]) for r in requests]
+        if longest := max((n for p in prompts if (n := len(p)) > room), default=0):
+            log.warning("a prompt of %d tokens is cut on the left to %d: the context is full", longest, room)
         with torch.inference_mode():
             generations = self._decoder(wanted).decode(
-                [self.tok_encode(r.args[0])[-room:] for r in requests],
+                [p[-room:] for p in prompts],
                 max_new_tokens=new,
                 stop_ids=self.target.stop_ids,
                 seeds=seeds,
@@ -150,9 +156,9 @@ class DspecLM(TemplateLM):
                 raise UserError(f"{len(continuation)} tokens to score do not fit the {self.max_length} positions")
             ids = torch.tensor([[*context, *continuation][-(self.max_length + 1) :]], device=self.target.device)
             n = len(continuation)
-            logits = self.target.logits(self.target(ids[:, :-1]).hidden_BLD)[0, -n:].float()
+            logits = self.target.logits(self.target(ids[:, :-1]).hidden_BLD)[0, -n:]
             label = ids[0, -n:]
-            total = logits.log_softmax(-1).gather(-1, label[:, None]).sum()
+            total = logits.log_softmax(-1, dtype=torch.float64).gather(-1, label[:, None]).sum()
             found.append((float(total), bool((logits.argmax(-1) == label).all())))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[-1])
