@@ -2,6 +2,7 @@
 
 import functools
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +14,13 @@ import torch
 
 from dspec.config import composed, instantiate
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Limits
+from dspec.decoding.base import Generation
 from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
-from dspec.models.target import Target
 from eval import lm_eval as command
-from eval import run as eval_run
 from eval.sandbox import available_layers
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-Answers = dict[tuple[int, ...], list[int]]  # prompt ids -> generated ids
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +54,6 @@ def lm_eval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Si
     return call
 
 
-@pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., SimpleNamespace]:
-    """Runs eval.run on target=tiny; gives its rows and samples."""
-    monkeypatch.setattr("eval.evaluate._generate", lambda *_: 8)  # only times
-
-    def call(*args: str) -> SimpleNamespace:
-        quick = ["evaluation.temperatures=[0.0]", "evaluation.generate_prompts=1", "evaluation.warmup=0"]
-        where = f"hydra.run.dir={tmp_path / 'ours'}"
-        monkeypatch.setattr(sys, "argv", ["eval.run", "target=tiny", *args, *quick, where])
-        eval_run.main()
-        _, *samples = map(json.loads, (tmp_path / "ours" / "samples.jsonl").read_text().splitlines())
-        return SimpleNamespace(**json.loads((tmp_path / "ours" / "results.json").read_text()), samples=samples)
-
-    return call
-
-
 def written_by(benchmark: str, i: int, row: dict[str, Any]) -> str:
     """Answers that are right, wrong, or right for one verdict and wrong for another, in turn."""
     if benchmark.startswith("gsm8k"):
@@ -86,35 +68,10 @@ def written_by(benchmark: str, i: int, row: dict[str, Any]) -> str:
     return [code + tail, "    return None\n", "while True\n"][i % 3]
 
 
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answers]:
-    """Plain AR gives `written_by`; the prompts and tokens of every call go to the mapping that comes back."""
-
-    def decode(self: Autoregressive, prompts: Any, *, script: dict[str, str], seen: Answers, **limits: Any) -> Any:
-        tokenizer, done = self.target.tokenizer, []
-        limits.pop("seeds")
-        for ids in prompts:
-            text = tokenizer.decode(ids)
-            (answer,) = (answer for prompt, answer in script.items() if prompt in text)
-            generation = Generation(prefill_tokens=1, prefill_forwards=1)
-            generation.emit([*tokenizer(answer)["input_ids"], limits["stop_ids"][0]], Limits(**limits))
-            generation.forwards = len(generation.tokens) - 1
-            seen[tuple(ids)] = generation.tokens
-            done.append(generation)
-        return done
-
-    def call(benchmark: str, *settings: str) -> Answers:
-        monkeypatch.setattr(Target, "max_positions", 4096)  # the embedded target's context holds few worked examples
-        cfg = composed("eval", [f"benchmark={benchmark}", *settings])
-        made = instantiate(cfg.benchmark[benchmark])
-        script = {
-            item.prompt: written_by(benchmark, i, made._rows[item.id]) for i, item in enumerate(made.items()[:20])
-        }
-        seen: Answers = {}
-        monkeypatch.setattr(Autoregressive, "decode", functools.partialmethod(decode, script=script, seen=seen))
-        return seen
-
-    return call
+def script(benchmark: str, *settings: str) -> dict[str, str]:
+    """What `written_by` answers to the first prompts of a benchmark."""
+    made = instantiate(composed("eval", [f"benchmark={benchmark}", *settings]).benchmark[benchmark])
+    return {item.prompt: written_by(benchmark, i, made._rows[item.id]) for i, item in enumerate(made.items()[:20])}
 
 
 def agree(theirs: SimpleNamespace, task: str, found: SimpleNamespace, metrics: dict[str, tuple[str, str]]) -> None:
@@ -138,10 +95,12 @@ GSM8K = {
 @pytest.mark.parametrize(
     ("chat", "flags"), [("false", []), ("true", ["--apply_chat_template", "--fewshot_as_multiturn", "false"])]
 )
-def test_gsm8k_is_eval_runs(shared: None, lm_eval: Any, ours: Any, scripted: Any, chat: str, flags: list[str]) -> None:
+def test_gsm8k_is_eval_runs(
+    shared: None, lm_eval: Any, eval_run: Any, scripted: Any, chat: str, flags: list[str]
+) -> None:
     settings = [f"benchmark.gsm8k_4shot.chat={chat}"]
-    seen = scripted("gsm8k_4shot", *settings)
-    found = ours("benchmark=gsm8k_4shot", "limit=6", *settings)
+    seen = scripted(script("gsm8k_4shot", *settings))
+    found = eval_run("benchmark=gsm8k_4shot", "limit=6", *settings)
     in_run = dict(seen)
     seen.clear()
     theirs = lm_eval("--model_args", "target=tiny", "--tasks", "dspec_gsm8k", "--limit", "6", *flags)
@@ -163,12 +122,12 @@ TASKS = {
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_tasks_are_eval_runs_benchmarks(shared: None, lm_eval: Any, ours: Any, scripted: Any, task: str) -> None:
+def test_tasks_are_eval_runs_benchmarks(shared: None, lm_eval: Any, eval_run: Any, scripted: Any, task: str) -> None:
     benchmark, settings, verdicts = TASKS[task]
     if task in ("humaneval", "mbpp") and "landlock" not in available_layers():
         pytest.skip("no Landlock")
-    seen, name = scripted(benchmark, *settings), f"dspec_{task}"
-    found = ours(f"benchmark={benchmark}", "limit=5", *settings)
+    seen, name = scripted(script(benchmark, *settings)), f"dspec_{task}"
+    found = eval_run(f"benchmark={benchmark}", "limit=5", *settings)
     in_run = dict(seen)
     seen.clear()
     flags = ["--apply_chat_template"] if task == "gsm8k_zeroshot" else []
@@ -191,7 +150,7 @@ def test_lm_evals_own_prompt_and_stops(shared: None) -> None:
     assert lm_eval_task("humaneval")["doc_to_text"] == "{{prompt}}"
 
 
-def test_counts_are_eval_runs(shared: None, lm_eval: Any, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_eval_runs(shared: None, lm_eval: Any, eval_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real decoder on the real model: the same tokens, and tpf, tau and nfe in lm-eval's results."""
     decode, tokens = Speculative.decode, []
 
@@ -202,7 +161,7 @@ def test_counts_are_eval_runs(shared: None, lm_eval: Any, ours: Any, monkeypatch
 
     settings = ["benchmark.gsm8k_4shot.shots=1", "benchmark.gsm8k_4shot.chat=false"]
     monkeypatch.setattr(Speculative, "decode", spy)
-    found = ours(
+    found = eval_run(
         "benchmark=gsm8k_4shot",
         "decoder=prompt_lookup",
         "limit=3",
@@ -342,6 +301,30 @@ def test_order_batches_and_settings(lm: Any) -> None:
     assert len(set(together)) > 2
 
 
+def test_long_prompts_lose_their_beginning(
+    lm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As lm-eval has it: the answer's budget stays whole."""
+    monkeypatch.setattr(lm.target.model.config, "max_position_embeddings", WINDOW)
+    text = "The lion and the mouse were walking by the river when a hunter came, and the mouse ran into the grass."
+    how = {"until": [], "max_gen_toks": 4}
+    end = lm.tokenizer.decode(lm.tokenizer(text)["input_ids"][-(WINDOW - 4) :])
+    assert lm.tok_encode(end) == lm.tok_encode(text)[-(WINDOW - 4) :]
+    assert lm.generate_until([request("generate_until", end, how)]) != [""]
+    assert not caplog.records
+    lm.generate_until([request("generate_until", text, how)])
+    first, second = lm._generations["t"]
+    assert (first.tokens, len(caplog.records)) == (second.tokens, 1)
+    with pytest.raises(UserError, match="leaves no room"):
+        lm.generate_until([request("generate_until", text, how | {"max_gen_toks": WINDOW})])
+
+
+def test_a_text_without_context_follows_the_bos_token(lm: Any) -> None:
+    assert lm.prefix_token_id == lm.tokenizer.eos_token_id  # the embedded target has no other
+    lm.tokenizer.bos_token = lm.tokenizer.convert_ids_to_tokens(9)
+    assert lm.prefix_token_id == 9
+
+
 def test_repeated_samples_differ_and_seeds_repeat(lm: Any) -> None:
     how = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     asked = [request("generate_until", "Once upon a time", how)] * 3  # lm-eval repeats the very request
@@ -415,3 +398,24 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, shar
     monkeypatch.setattr(sys, "argv", ["eval.lm_eval", *args])
     with pytest.raises(ValueError, match="a fault"):
         command.main()
+
+
+@pytest.mark.slow
+def test_as_a_program(shared: None, tmp_path: Path) -> None:
+    """The whole command line in its own process, lm-eval's own tasks indexed beside ours."""
+    args = [
+        "--model",
+        "dspec",
+        "--model_args",
+        "target=tiny,decoder=prompt_lookup",
+        "--tasks",
+        "dspec_humaneval,dspec_gsm8k",
+    ]
+    few = ["--limit", "1", "--num_fewshot", "1", "--gen_kwargs", "max_gen_toks=4", "--output_path", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "eval.lm_eval", *args, *few], capture_output=True, text=True, check=True
+    )
+    assert "dspec_humaneval" in done.stdout
+    (path,) = tmp_path.rglob("results_*.json")
+    found = json.loads(path.read_text())
+    assert set(found["results"]) == set(found["config"]["dspec"]["tasks"]) == {"dspec_humaneval", "dspec_gsm8k"}
