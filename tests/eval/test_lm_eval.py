@@ -383,7 +383,7 @@ def test_chat_prompts_are_chat_and_raw_ones_raw(
     shared: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, flags: list[str],
     words: list[str],
 ) -> None:  # fmt: skip
-    args = ["--model", "dspec", "--model_args", "target=tiny", "--tasks", f"dspec_{task}", *flags]
+    args = ["--model", "dspec", "--model_args", "target=tiny", "--tasks", f"dspec_{task}", "--limit", "1", *flags]
     refused(monkeypatch, capsys, args, [f"dspec_{task}", *words])
 
 
