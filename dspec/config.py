@@ -4,13 +4,15 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -59,6 +61,15 @@ def check_keys(cfg: DictConfig, *, base: str) -> None:
         raise UserError(f"unknown key {', '.join(unknown)}; the config has: {', '.join(sorted(known - {'recipe'}))}")
 
 
+def composed(base: str, overrides: Sequence[str]) -> DictConfig:
+    """conf/<base>.yaml with `overrides`, for a program whose command line is not Hydra's."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(base, overrides=list(overrides))
+    check_keys(cfg, base=base)
+    return cfg
+
+
 def instantiate(node: Any, **kwargs: Any) -> Any:
     """hydra's instantiate, with what went wrong in one line: the user's own error, or the key that does not fit."""
     try:
@@ -82,6 +93,16 @@ def _one_line(error: BaseException) -> str:
     return " ".join(lines) or type(error).__name__
 
 
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """A user's mistake ends the program with one line and exit code 2."""
+    try:
+        yield
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
 def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Decorates a task function as a Hydra app on conf/<config>.yaml; user errors end it with exit code 2."""
 
@@ -95,12 +116,9 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
         def main() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra lets exceptions through to the handler below
             warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
-            try:
+            with one_line_errors():
                 register()
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(guarded)()
-            except (UserError, HydraException, OmegaConfBaseException) as error:
-                print(f"error: {_one_line(error)}", file=sys.stderr)
-                sys.exit(2)
 
         return main
 

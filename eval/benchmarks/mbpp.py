@@ -17,7 +17,7 @@ from data.rows import Hub, Row, Rows, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import FileBenchmark, Item
 from eval.benchmarks.code import code_block, cut
-from eval.judge import Judge
+from eval.judge import Judge, function_under_test
 
 _WORKED = (2, 3, 4)
 _TEST = range(11, 511)
@@ -75,7 +75,9 @@ class Mbpp(FileBenchmark):
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
         program = f"{self.program(answer)}\n{row['test_setup_code']}\n"  # defines what code and tests share
-        return {self.quality: self._judge.passes(program=program, test="\n".join(row["test_list"])).passed}
+        test = "\n".join(row["test_list"])
+        name = function_under_test(row["code"], test)  # may be that of a builtin
+        return {self.quality: self._judge.passes(program=program, test=test, entry_point=name).passed}
 
     def source(self) -> dict[str, Any]:
         return {**super().source(), "sandbox": self._judge.level}

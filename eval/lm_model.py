@@ -1,0 +1,188 @@
+"""A target with one of our decoders as a model of lm-evaluation-harness 0.4.13. Its command line is eval/lm_eval.py.
+
+Knows no benchmark: prompts, stops and scores are lm-eval's, or those of the tasks in eval/tasks.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from rich.progress import track
+
+from data.regenerate import prompt_seed
+from dspec.config import composed, instantiate
+from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.sampling import Sampling
+from dspec.decoding.stopping import StopStrings
+from dspec.errors import UserError
+from eval.rows import acceptance, counts
+from eval.run import load_subject
+
+log = logging.getLogger(__name__)
+
+# keys of conf/eval.yaml that lm-eval decides in other ways
+_LM_EVALS_OWN = {"benchmark": "--tasks", "limit": "--limit", "evaluation": "--gen_kwargs"}
+
+
+@register_model("dspec")
+class DspecLM(TemplateLM):
+    """A target with one of our decoders, as lm-eval sees a model."""
+
+    def __init__(self, *, batch_size: int | str = 1, device: object = None, **args: Any) -> None:
+        """`args` are overrides of conf/eval.yaml. lm-eval's `device` (cuda by default) is passed over: the target's
+        config says where it runs (target.device=...)."""
+        super().__init__()
+        if wrong := [key for key in args if key.partition(".")[0] in _LM_EVALS_OWN]:
+            instead = _LM_EVALS_OWN[wrong[0].partition(".")[0]]
+            raise UserError(f"model_args has {wrong[0]}, which lm-eval decides: give {instead} instead")
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
+        decoder = args.pop("decoder", "autoregressive")
+        cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
+        self.subject = load_subject(cfg)
+        cfg.label = self.subject.label
+        self._contender = next(iter(instantiate(cfg.decoder).values()))
+        self.target, self.tokenizer, self.seed = self.subject.target, self.subject.target.tokenizer, int(cfg.seed)
+        self.batch_size = int(batch_size)
+        self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
+        self._decoder({})  # a decoder that this model cannot run is refused now
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without context follows; the same token as in lm-eval's model class for Hugging Face."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def max_length(self) -> int:
+        return self.target.max_positions
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.target.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """A chat template has put the BOS token there already: it is not added twice."""
+        bos = self.tokenizer.bos_token
+        special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        policy = self.subject.policy
+        if policy.system is not None and chat_history[0]["role"] != "system":
+            chat_history = [{"role": "system", "content": policy.system}, *chat_history]
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+                enable_thinking=policy.thinking,
+            )
+        )
+
+    def _decoder(self, wanted: dict[str, Any]) -> Decoder:
+        sampled = wanted.get("do_sample", wanted.get("temperature", 0.0) > 0)
+        temperature = float(wanted.get("temperature", 1.0)) if sampled else 0.0
+        sampling = Sampling(temperature=temperature, top_p=float(wanted.get("top_p", 1.0)))
+        return self._contender.build(target=self.target, draft=self.subject.draft, sampling=sampling)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Answers up to the first stop string, in the order of the requests."""
+        answers = [""] * len(requests)
+        seeds = self._seeds(requests)
+        groups: dict[str, list[int]] = defaultdict(list)
+        for i, request in enumerate(requests):
+            groups[repr(sorted(request.args[1].items()))].append(i)
+        batches = []
+        for group in groups.values():
+            group.sort(key=lambda i: len(requests[i].args[0]))
+            batches += [group[start : start + self.batch_size] for start in range(0, len(group), self.batch_size)]
+        for batch in track(batches, "generating", disable=disable_tqdm):
+            texts = self._answer([requests[i] for i in batch], [seeds[i] for i in batch])
+            for i, text in zip(batch, texts, strict=True):
+                answers[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return answers
+
+    def _seeds(self, requests: Sequence[Any]) -> list[int]:
+        """One a request: lm-eval asks for k samples of a prompt by the same request k times."""
+        asked: Counter[str] = Counter()
+        seeds = []
+        for prompt in (request.args[0] for request in requests):
+            seeds.append(prompt_seed(self.seed, f"{prompt}/{asked[prompt]}"))
+            asked[prompt] += 1
+        return seeds
+
+    def _answer(self, requests: Sequence[Any], seeds: Sequence[int]) -> list[str]:
+        wanted = dict(requests[0].args[1])
+        until = wanted.get("until") or []
+        strings = StopStrings(self.tokenizer, [until] if isinstance(until, str) else until)
+        new = int(wanted.get("max_gen_toks", 256))
+        room = self.max_length - new
+        if room < 1:
+            raise UserError(f"max_gen_toks={new} leaves no room for a prompt in {self.max_length} positions")
+        prompts = [self.tok_encode(r.args[0]) for r in requests]
+        if longest := max((n for p in prompts if (n := len(p)) > room), default=0):
+            log.warning("a prompt of %d tokens is cut on the left to %d: the context is full", longest, room)
+        with torch.inference_mode():
+            generations = self._decoder(wanted).decode(
+                [p[-room:] for p in prompts],
+                max_new_tokens=new,
+                stop_ids=self.target.stop_ids,
+                seeds=seeds,
+                ends=strings,
+            )
+        for request, generation in zip(requests, generations, strict=True):
+            self._generations[request.task_name].append(generation)
+        return [strings.cut(self.tokenizer.decode(g.tokens, skip_special_tokens=True)) for g in generations]
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        found = []
+        for key, context, continuation in track(requests, "scoring", disable=disable_tqdm):
+            if len(continuation) > self.max_length:
+                raise UserError(f"{len(continuation)} tokens to score do not fit the {self.max_length} positions")
+            ids = torch.tensor([[*context, *continuation][-(self.max_length + 1) :]], device=self.target.device)
+            n = len(continuation)
+            logits = self.target.logits(self.target(ids[:, :-1]).hidden_BLD)[0, -n:]
+            label = ids[0, -n:]
+            total = logits.log_softmax(-1, dtype=torch.float64).gather(-1, label[:, None]).sum()
+            found.append((float(total), bool((logits.argmax(-1) == label).all())))
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[-1])
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in disjoint windows of the model's context."""
+        found = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            found.append(sum(value for value, _ in self._loglikelihood_tokens(parts, disable_tqdm=True)))
+        return found
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Counts of all generations so far, task by task, for lm-eval's results."""
+        decoder = {"method": self._contender.method, **self._decoder({}).settings()}
+        tasks = {
+            task: {"n": len(done), **counts(done), "acceptance": acceptance(done)}
+            for task, done in self._generations.items()
+        }
+        return {"dspec": {"target": self.target.name, "decoder": decoder, "tasks": tasks}}
