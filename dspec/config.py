@@ -103,6 +103,13 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(2)
 
 
+def _check_resume(args: Sequence[str]) -> None:
+    """Hydra would make the folder that is not there before anything else looks at it."""
+    for folder in [arg.removeprefix("resume=") for arg in args if arg.startswith("resume=")]:
+        if folder not in ("", "null") and not Path(folder).is_dir():
+            raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
+
+
 def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Decorates a task function as a Hydra app on conf/<config>.yaml; user errors end it with exit code 2."""
 
@@ -118,6 +125,7 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
             warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
             with one_line_errors():
                 register()
+                _check_resume(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(guarded)()
 
         return main

@@ -59,6 +59,7 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
     line = failing(*args)
     for word in words:
         assert word in line
+    assert not Path("/no/such/run").exists()  # what is not there is not made
 
 
 def test_mistyped_key_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
