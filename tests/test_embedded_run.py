@@ -151,6 +151,7 @@ def test_sts_does_no_harm_on_the_report_split(trained: dict[str, Path]) -> None:
         assert slot["auc_own_after"] == slot["auc_own_before"]
 
 
+@pytest.mark.slow
 def test_no_test_prompt_is_trained_or_calibrated_on() -> None:
     """Hashes of all benchmark prompts against every prompt that a shipped recipe trains or calibrates on."""
 

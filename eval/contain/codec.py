@@ -5,17 +5,22 @@ which the two ends define: the worker hands out a handle, the checker a proxy. `
 raise, and no method of the sender's objects ever runs. Frames are an 8-byte length and JSON.
 """
 
+import base64
 import builtins
 import json
 import os
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from itertools import compress, repeat
+from operator import is_, not_
 from types import EllipsisType
 from typing import Any
 
 Opaque = Callable[[Any], Any]
 
 _WORD = 1 << 63
+_LONG = 64  # numbers in a list that goes as bytes
 _ITEMS: dict[type, str] = {
     **{tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"},
     **{type({}.keys()): "keys", type({}.values()): "values"},
@@ -84,11 +89,29 @@ def pack(value: Any, opaque: Opaque) -> Any:
     return _pack_rare(value, opaque)
 
 
-def _pack_items(items: list[Any], opaque: Opaque) -> list[Any]:
-    """Long lists of numbers go as they are: a reference's answers can run to millions."""
-    kinds = {*map(type, items)}
-    plain = kinds <= {int, float, bool} and (int not in kinds or -_WORD < min(items) <= max(items) < _WORD)
-    return items if plain else [pack(item, opaque) for item in items]
+def _pack_items(items: list[Any], opaque: Opaque) -> Any:
+    """Long lists of numbers go as bytes: a reference's answers can run to millions, and JSON spells every digit."""
+    numbers = _pack_numbers(items) if len(items) >= _LONG and {*map(type, items)} <= {int, float} else None
+    return [pack(item, opaque) for item in items] if numbers is None else numbers
+
+
+def _pack_numbers(items: list[Any]) -> dict[str, Any] | None:
+    """Which of them are floats, the ints, the floats; None where an int is too long. No bytecode runs an item."""
+    floating = bytes(map(is_, map(type, items), repeat(float)))
+    try:
+        whole = array("q", compress(items, map(not_, floating)))
+    except OverflowError:
+        return None
+    real = array("d", compress(items, floating))
+    return {"numbers": [base64.b64encode(part).decode() for part in (floating, whole, real)]}
+
+
+def _unpack_numbers(data: Any) -> list[Any]:
+    floating, whole, real = (base64.b64decode(part, validate=True) for part in data)
+    ints, floats = array("q", whole), array("d", real)
+    if (floating.count(0), floating.count(1), len(floating)) != (len(ints), len(floats), len(ints) + len(floats)):
+        raise ValueError("numbers that do not add up")
+    return list(map(next, map((iter(ints), iter(floats)).__getitem__, floating)))
 
 
 def _pack_rare(value: Any, opaque: Opaque) -> Any:
@@ -110,6 +133,8 @@ def unpack(data: Any, opaque: Opaque) -> Any:
     if not isinstance(data, dict):
         return data
     ((tag, inner),) = data.items()
+    if tag == "numbers":
+        return _unpack_numbers(inner)
     if tag in _FROM_ITEMS:
         return _FROM_ITEMS[tag](_unpack_items(inner, opaque))
     if tag in _FROM_PAIRS:
@@ -117,7 +142,9 @@ def unpack(data: Any, opaque: Opaque) -> Any:
     return opaque(inner) if tag == "handle" else _FROM_SCALARS[tag](inner)
 
 
-def _unpack_items(data: list[Any], opaque: Opaque) -> list[Any]:
+def _unpack_items(data: Any, opaque: Opaque) -> list[Any]:
+    if isinstance(data, dict):
+        return _unpack_numbers(data["numbers"])
     kinds = {*map(type, data)}
     return data if list not in kinds and dict not in kinds else [unpack(item, opaque) for item in data]
 

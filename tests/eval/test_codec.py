@@ -57,12 +57,14 @@ VALUES = [
     *(None, True, 0, -1, 2**63 - 1, 2**63, -(2**70), 1.5, -0.0, float("inf"), 1j, "", "a\n\0é\U0001f600", "\ud800"),
     *(b"\0\xff", bytearray(b"x"), (), (1,), [], [[1, "a"], (2,)], {1, 2}, frozenset({1}), {}, {1: {2: [3]}}),
     *({(1, 2): None}, {1: 2}),
+    *(list(range(100)), [1, 2.5, -0.0] * 50, (0.1,) * 100, [[*range(70)], "a"], {*range(200)}, deque([1.5] * 64)),
+    *([2**63] * 100, [True, 2] * 50, [1, None] * 50, [float("-inf"), 2**63 - 1] * 40, [1.0, 2**63] * 40),
     *(range(0, 10, 3), Counter("aab"), OrderedDict(b=1, a=2), deque([1, (2,)])),
     *(..., int, Fraction(1, 3), Decimal("1.50")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:40])
 def test_plain_values_survive_the_crossing(value: Any) -> None:
     back = unpack(json.loads(json.dumps(pack(value, None))), None)
     assert type(back) is type(value)
@@ -83,7 +85,11 @@ def test_subclasses_arrive_as_builtins() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [{}, {"tuple": 5}, {"int": "x"}, {"no": 1}, {"a": 1, "b": 2}, {"set": [[1]]}, {"type": "print"}, {"bytes": 3}],
+    [
+        *({}, {"tuple": 5}, {"int": "x"}, {"no": 1}, {"a": 1, "b": 2}, {"set": [[1]]}, {"type": "print"}, {"bytes": 3}),
+        *({"tuple": {"str": "61"}}, {"numbers": ["AA==", "", ""]}, {"numbers": ["Ag==", "", ""]}, {"numbers": "AA=="}),
+        *({"numbers": ["AA==", "AAAA", ""]}, {"numbers": ["AQ==", "AAAAAAAAAAA=", ""]}, {"numbers": ["*", "", ""]}),
+    ],
 )
 def test_malformed_data_raise(data: Any) -> None:
     with pytest.raises(Exception):  # noqa: B017, PT011

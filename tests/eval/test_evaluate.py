@@ -135,6 +135,7 @@ def test_options_change_what_is_done(target: Target, tmp_path: Path) -> None:
     assert tokens("chat", temperatures=[0.0]) != tokens("raw", raw, temperatures=[0.0])
 
 
+@pytest.mark.slow
 def test_batches_give_what_single_prompts_give(tmp_path: Path) -> None:
     double = embedded_target(dtype="float64", device="cpu")
     found = []
@@ -170,6 +171,7 @@ def test_stop_strings_cut_text_and_tokens_alike(target: Target, tmp_path: Path) 
     assert shortened >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_resuming_gives_the_unbroken_file(target: Target, tmp_path: Path, batch_size: int) -> None:
     """The file is cut at many places, as a kill would: the rest is decoded again, nothing twice."""

@@ -161,6 +161,7 @@ def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *args: str) -> dict:
     return json.loads((folder / "speed.json").read_text())
 
 
+@pytest.mark.slow
 def test_report_of_a_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     target = embedded_target(dtype="float32", device="cpu")
     draft = build_draft(

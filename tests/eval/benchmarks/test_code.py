@@ -214,6 +214,7 @@ def test_real_canonical_solutions_pass_and_broken_ones_fail(shared: Path, judge:
     assert len(MtBench(**SETTINGS).items()) == 80
 
 
+@pytest.mark.slow
 def test_real_mbpp_solutions_pass(shared: Path, judge: Any) -> None:
     pytest.importorskip("lm_eval")
     benchmark = Mbpp(judge=judge, shots=3, limit=60, seed=1, max_new_tokens=8)

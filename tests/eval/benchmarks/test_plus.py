@@ -157,6 +157,7 @@ def test_real_data_is_whole(shared: Path, judge: Any) -> None:
     assert isinstance(basic._rows["Mbpp/2"]["base_input"][0][0], tuple)  # evalplus restores what JSON cannot hold
 
 
+@pytest.mark.slow
 def test_verdicts_agree_with_evalplus(shared: Path, judge: Any) -> None:
     """Canonical solutions and broken ones, every problem with an oracle of its own among them."""
     from evalplus.eval import PASS, untrusted_check
@@ -183,6 +184,7 @@ def test_verdicts_agree_with_evalplus(shared: Path, judge: Any) -> None:
     assert min(count.values()) > 60
 
 
+@pytest.mark.slow
 def test_known_failures_are_named_and_still_so(shared: Path, judge: Any) -> None:
     benchmark = MbppPlus(judge=judge, chat=True, **SETTINGS)
     assert set(benchmark.source()["known_failures"]) == {"Mbpp/255", "Mbpp/630"}
