@@ -63,7 +63,7 @@ def test_response_alone_is_supervised_and_the_targets_own(target: Target, tmp_pa
         {"policy": PromptPolicy(system="Be brief.", thinking=False)},
         {"source": EmbeddedPrompts(train={"functions": 10}, calibration={}, seed=0)},
     ],
-    ids=str,
+    ids=lambda changed: ", ".join(changed),
 )
 def test_every_option_changes_the_batches(target: Target, tmp_path: Path, change: dict[str, Any]) -> None:
     base, changed = batches(conversations(target, tmp_path)), batches(conversations(target, tmp_path, **change))
