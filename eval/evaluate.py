@@ -30,15 +30,20 @@ from eval.rows import Row, row
 from eval.samples import Sample, SampleLog
 
 BASELINE = "autoregressive"
+BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
 Prompts = list[tuple[Item, list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A line of the table: a method's label and `build(target=, draft=, sampling=)` for its decoder."""
+    """A line of the table: a method's label and `build(target=, draft=, sampling=)` for its decoder.
+
+    `serial` is the contender that decodes the same weights one token a pass: mismatches and speedup refer to it.
+    """
 
     method: str
     build: Callable[..., Decoder]
+    serial: str = BASELINE
 
 
 def _synchronise(target: Target) -> None:
@@ -101,6 +106,8 @@ class Evaluation:
         a prompt that does not fit the context."""
         if BASELINE not in contenders:
             raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
+        if lacking := sorted({c.serial for c in contenders.values()} - contenders.keys()):
+            raise UserError(f"decoder must contain {', '.join(lacking)}, the serial decoder of others in it")
         encoded = {
             name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
             for name, benchmark in benchmarks.items()
@@ -221,7 +228,8 @@ class Evaluation:
                 "batch_size": self.batch_size,
                 **row(
                     own,
-                    by_decoder[BASELINE],
+                    by_decoder[contenders[key].serial],
+                    by_decoder[BASE if BASE in contenders else BASELINE],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,
                     speeds=speeds,
