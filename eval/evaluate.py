@@ -51,7 +51,8 @@ def _synchronise(target: Target) -> None:
         torch.cuda.synchronize()
 
 
-def _timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` gives, and its seconds; waits for CUDA."""
     _synchronise(target)
     start = time.perf_counter()
     result = work()
@@ -186,7 +187,7 @@ class Evaluation:
         for number, batch in todo:
             samples = []
             for key, decoder in decoders.items():
-                generations, seconds = _timed(target, lambda d=decoder, b=batch: decode(d, b))  # type: ignore[misc]
+                generations, seconds = timed(target, lambda d=decoder, b=batch: decode(d, b))  # type: ignore[misc]
                 for (item, _), generation in zip(batch, generations, strict=True):
                     text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
                     samples.append(
@@ -253,11 +254,11 @@ class Evaluation:
         ratios = []
         prompts = encoded[name] if len(encoded[name]) > 1 else encoded[name] * 2
         for i, (_, ids) in enumerate(prompts[: self.generate_prompts + 1]):
-            ours, our_seconds = _timed(
+            ours, our_seconds = timed(
                 target,
                 lambda x=ids: decoder.decode([x], max_new_tokens=budget, stop_ids=stop_ids, seeds=[0]),  # type: ignore[misc]
             )
-            theirs, their_seconds = _timed(target, lambda x=ids: _generate(target, x, budget, stop_ids))  # type: ignore[misc]
+            theirs, their_seconds = timed(target, lambda x=ids: _generate(target, x, budget, stop_ids))  # type: ignore[misc]
             if i > 0:  # the first one warms up
                 ratios.append(len(ours[0].tokens) / our_seconds * their_seconds / theirs)
         ratio = statistics.median(ratios)

@@ -64,7 +64,9 @@ def test_the_nearest_real_state_is_taken_the_first_on_ties() -> None:
     count = torch.tensor([3, 3, 4])  # the first row's last state is padding
     assert noise.nearest(ratio, count, torch.tensor([0.5, 0.5, 0.5])).tolist() == [1, 0, 1]
     assert noise.nearest(ratio, count, torch.tensor([1.0, 0.0, 0.1])).tolist() == [0, 2, 3]
-    chosen = [noise.AnyState().choose(ratio, count, count, generator=torch.Generator().manual_seed(s)) for s in range(50)]
+    chosen = [
+        noise.AnyState().choose(ratio, count, count, generator=torch.Generator().manual_seed(s)) for s in range(50)
+    ]
     assert all((row < count).all() for row in chosen)
 
 

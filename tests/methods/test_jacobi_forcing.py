@@ -96,7 +96,7 @@ def test_rows_are_filled_and_no_sample_is_cut() -> None:
 @pytest.mark.parametrize("window", [None, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_clean_states_are_plain_ar_and_see_no_noise(toys: SimpleNamespace, seed: int, window: int | None) -> None:
-    """Clean copies equal a plain causal pass over prompt and response, whatever the noisy copies show, packed or not."""
+    """Clean copies equal a plain causal pass over prompt and response, whatever the noisy copies show."""
     target = toys.target(toys.FAMILIES[seed], seed=seed)
     own = samples(seed, 4)
     batch = packed_batch(pack(own, row_length=60))
