@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,12 @@ class Search:
         results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
         for name, ids, new in track(prompts, "prompts"):
             for decoder, result in zip(decoders, results, strict=True):
-                options = {"max_new_tokens": new, "stop_ids": target.stop_ids, "seeds": [prompt_seed(seed, name)]}
-                (generation,), seconds = timed(target, lambda d=decoder, o=options: d.decode([ids], **o))  # type: ignore[misc]
+                seeds = [prompt_seed(seed, name)]
+                decode = partial(decoder.decode, [ids], max_new_tokens=new, stop_ids=target.stop_ids, seeds=seeds)
+                (generation,), seconds = timed(target, decode)
                 result.append((generation, seconds))
-        context = sum(len(ids) + len(g.tokens) / 2 for (_, ids, _), (g, _) in zip(prompts, results[0], strict=True))
+        # keys that a pass finds: the prompt, and half of the answer on average
+        context = sum(len(p[1]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
         plans: list[Plan | None] = [None, *self.plans]
         return [
             point(target, plan, own, results[0], context=context / len(prompts), roofline=roofline)
