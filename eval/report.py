@@ -51,7 +51,7 @@ class Report:
 def _loss(history: Sequence[dict[str, float]], path: Path) -> None:
     rows = [row for row in history if "train/loss" in row]
     if rows:
-        names = [n for n in ("loss", "ce", "tv", "confidence") if f"train/{n}" in rows[0]]
+        names = [n for n in ("loss", "ce", "tv", "kl", "confidence") if f"train/{n}" in rows[0]]
         plot_loss([int(row["step"]) for row in rows], {n: [row[f"train/{n}"] for row in rows] for n in names}, path)
 
 
