@@ -25,12 +25,15 @@ CONF = ROOT / "conf"
 
 
 def register() -> None:
-    """Makes each file of recipes/ a choice of the group `recipe`, merged at the root of the config."""
+    """Makes each file under recipes/ a choice of the group `recipe` (recipe=dspark, recipe=sweeps/<name>), merged at
+    the root of the config."""
     if not CONF.is_dir():
         raise UserError(f"no config folder at {CONF}: install dspec from a clone with pip install -e .")
     store = ConfigStore.instance()
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        store.store(group="recipe", name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
+    recipes = ROOT / "recipes"
+    for path in sorted(recipes.rglob("*.yaml")):
+        group = "/".join(("recipe", *path.relative_to(recipes).parts[:-1]))
+        store.store(group=group, name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
 
 

@@ -83,14 +83,20 @@ class LitModule(L.LightningModule):
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def _changing(self) -> set[str]:
+        """Names of what training changes: parameters with a gradient, and persistent buffers (a moving average)."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        buffers = super().state_dict().keys() - parameters.keys()
+        return {name for name, p in self.named_parameters() if p.requires_grad} | buffers
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Only what is trained: the frozen target is not written."""
-        trained = {name for name, p in self.named_parameters() if p.requires_grad}
-        return {name: v for name, v in super().state_dict(*args, **kwargs).items() if name in trained}
+        """Only what training changes: the frozen target is not written."""
+        changing = self._changing()
+        return {name: v for name, v in super().state_dict(*args, **kwargs).items() if name in changing}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Refuses a checkpoint whose trained parameters are not this method's."""
-        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        trained = self._changing()
         if strict and trained != set(state_dict):
             odd = sorted(trained ^ set(state_dict))
             raise UserError(f"the checkpoint is of another method or draft (missing or foreign: {odd[:3]})")

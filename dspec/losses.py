@@ -109,6 +109,26 @@ def token_loss(hidden: Tensor, head_VD: Tensor, label: Tensor) -> tuple[Tensor, 
     return ce.sum(), torch.stack([ce, (logits.argmax(-1) == label).to(ce.dtype)], -1)
 
 
+def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> ChunkLoss:
+    """Forward KL(teacher || student) of laws at `temperature`, teacher not differentiated (Jacobi Forcing, L_pc).
+
+    The returned function takes student hidden [p, D], the student's head [V, D], weight [p], teacher hidden [p, D];
+    its statistics are (KL, greedy match) a row.
+    """
+
+    def fn(hidden: Tensor, head_VD: Tensor, weight: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        student_logits, teacher_logits = F.linear(hidden, head_VD), F.linear(teacher, teacher_head_VD).detach()
+        wide = torch.promote_types(student_logits.dtype, torch.float32)
+        log_student, log_teacher = (
+            (z.to(wide) / temperature).log_softmax(-1) for z in (student_logits, teacher_logits)
+        )
+        kl = F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
+        match = (student_logits.argmax(-1) == teacher_logits.argmax(-1)).to(wide)
+        return (weight * kl).sum(), torch.stack([kl, match], -1)
+
+    return fn
+
+
 def confidence_loss(logits_P: Tensor, l1_P: Tensor) -> Tensor:
     """BCE [P] against the analytic acceptance c* = 1 - L1 / 2, which is not differentiated (DSpark, section 3)."""
     return F.binary_cross_entropy_with_logits(logits_P, (1 - l1_P / 2).detach(), reduction="none")

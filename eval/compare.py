@@ -6,7 +6,6 @@ python -m eval.compare runs/sweep/<time>/*/       (run folders with results.json
 import argparse
 import json
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -16,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dspec.config import one_line_errors
 from dspec.errors import UserError
 
 # two-sided 95 % quantiles of Student's t for 1..9 degrees of freedom
@@ -75,13 +75,10 @@ def compare(folders: Sequence[Path]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.compare", description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="+", type=Path, help="run folders with results.json")
-    try:
+    with one_line_errors():
         console = Console()
         console.width = max(console.width, 110)
         console.print(compare(parser.parse_args().folders))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,20 @@ from eval.rows import Row, row
 from eval.samples import Sample, SampleLog
 
 BASELINE = "autoregressive"
+BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
 Prompts = list[tuple[Item, list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A line of the table: a method's label and `build(target=, draft=, sampling=)` for its decoder."""
+    """A line of the table: a method's label and `build(target=, draft=, sampling=)` for its decoder.
+
+    `serial` is the contender that decodes the same weights one token a pass: mismatches and speedup refer to it.
+    """
 
     method: str
     build: Callable[..., Decoder]
+    serial: str = BASELINE
 
 
 def _synchronise(target: Target) -> None:
@@ -46,7 +51,8 @@ def _synchronise(target: Target) -> None:
         torch.cuda.synchronize()
 
 
-def _timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` gives, and its seconds; waits for CUDA."""
     _synchronise(target)
     start = time.perf_counter()
     result = work()
@@ -101,6 +107,8 @@ class Evaluation:
         a prompt that does not fit the context."""
         if BASELINE not in contenders:
             raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
+        if lacking := sorted({c.serial for c in contenders.values()} - contenders.keys()):
+            raise UserError(f"decoder must contain {', '.join(lacking)}, the serial decoder of others in it")
         encoded = {
             name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
             for name, benchmark in benchmarks.items()
@@ -179,7 +187,7 @@ class Evaluation:
         for number, batch in todo:
             samples = []
             for key, decoder in decoders.items():
-                generations, seconds = _timed(target, lambda d=decoder, b=batch: decode(d, b))  # type: ignore[misc]
+                generations, seconds = timed(target, lambda d=decoder, b=batch: decode(d, b))  # type: ignore[misc]
                 for (item, _), generation in zip(batch, generations, strict=True):
                     text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
                     samples.append(
@@ -221,7 +229,8 @@ class Evaluation:
                 "batch_size": self.batch_size,
                 **row(
                     own,
-                    by_decoder[BASELINE],
+                    by_decoder[contenders[key].serial],
+                    by_decoder[BASE if BASE in contenders else BASELINE],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,
                     speeds=speeds,
@@ -245,11 +254,11 @@ class Evaluation:
         ratios = []
         prompts = encoded[name] if len(encoded[name]) > 1 else encoded[name] * 2
         for i, (_, ids) in enumerate(prompts[: self.generate_prompts + 1]):
-            ours, our_seconds = _timed(
+            ours, our_seconds = timed(
                 target,
                 lambda x=ids: decoder.decode([x], max_new_tokens=budget, stop_ids=stop_ids, seeds=[0]),  # type: ignore[misc]
             )
-            theirs, their_seconds = _timed(target, lambda x=ids: _generate(target, x, budget, stop_ids))  # type: ignore[misc]
+            theirs, their_seconds = timed(target, lambda x=ids: _generate(target, x, budget, stop_ids))  # type: ignore[misc]
             if i > 0:  # the first one warms up
                 ratios.append(len(ours[0].tokens) / our_seconds * their_seconds / theirs)
         ratio = statistics.median(ratios)

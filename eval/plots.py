@@ -74,6 +74,26 @@ def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
         _save(figure, path)
 
 
+def plot_roofline(points: Mapping[str, tuple[float, float]], *, bandwidth: float, flops: float, path: Path) -> None:
+    """Measured passes, one (FLOP a byte, FLOP a second) a label, under what the device can do at most."""
+    _check({label: list(point) for label, point in points.items()}, length=2)
+    knee = flops / bandwidth
+    lowest, highest = (edge(x for x, _ in points.values()) for edge in (min, max))
+    left, right = min(lowest, knee) / 2, max(highest, knee) * 2
+    with rc_context(_STYLE):
+        figure = _figure(9.0, 5.0)
+        axes = figure.add_subplot()
+        axes.plot([left, knee, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
+        axes.axvline(knee, color="#999999", ls=":", lw=1.0)
+        axes.annotate(f"knee: {knee:.1f} FLOP/byte", (knee, flops), xytext=(4, 6), textcoords="offset points")
+        for (label, (x, y)), (colour, _, marker) in zip(points.items(), _looks(), strict=False):
+            axes.plot([x], [y], color=colour, marker=marker, ls="", ms=6)
+            axes.annotate(label, (x, y), xytext=(5, -3), textcoords="offset points", fontsize=6)
+        axes.set(title="Passes of each configuration under the measured roofline", xscale="log", yscale="log")
+        axes.set(xlabel="FLOP per byte read", ylabel="FLOP per second", xlim=(left, right))
+        _save(figure, path)
+
+
 def plot_reliability(report: Mapping[str, Any], path: Path) -> None:
     """Observed against predicted survival per slot, before and after STS, from `calibration_report`'s dict.
     Light bars: rounds in each bin, a quarter of the panel high at the slot's fullest bin."""

@@ -51,7 +51,7 @@ class Report:
 def _loss(history: Sequence[dict[str, float]], path: Path) -> None:
     rows = [row for row in history if "train/loss" in row]
     if rows:
-        names = [n for n in ("loss", "ce", "tv", "confidence") if f"train/{n}" in rows[0]]
+        names = [n for n in ("loss", "ce", "tv", "kl", "confidence") if f"train/{n}" in rows[0]]
         plot_loss([int(row["step"]) for row in rows], {n: [row[f"train/{n}"] for row in rows] for n in names}, path)
 
 
@@ -75,7 +75,8 @@ def table(rows: Rows) -> Table:
     result = Table(title="dspec", title_justify="left")
     for name in ("benchmark", "T", "method"):
         result.add_column(name, no_wrap=name != "method")
-    for name in ("quality", "tau", "tpf", "NFE", "tok/s", "speedup", "mismatches"):
+    two = any(row["speedup"] != row["speedup_vs_base_ar"] for row in rows)  # the target's own weights were trained
+    for name in ("quality", "tau", "tpf", "NFE", "tok/s", "speedup", *(["vs base"] if two else []), "mismatches"):
         result.add_column(name, justify="right")
     previous = None
     for row in rows:
@@ -94,6 +95,7 @@ def table(rows: Rows) -> Table:
             str(row["nfe"]),
             f"{row['tokens_per_second']:.0f}",
             _number(row["speedup"], ".2f"),
+            *([_number(row["speedup_vs_base_ar"], ".2f")] if two else []),
             _number(row["mismatches"], "d"),
         )
     return result

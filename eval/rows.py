@@ -17,9 +17,17 @@ Statistic = Callable[[Sequence[int]], float | None]  # of the units (prompts or 
 
 
 def row(
-    samples: Sequence[Sample], baseline: Sequence[Sample], *, quality: str, greedy: bool, speeds: bool, seed: int
+    samples: Sequence[Sample],
+    baseline: Sequence[Sample],
+    base: Sequence[Sample],
+    *,
+    quality: str,
+    greedy: bool,
+    speeds: bool,
+    seed: int,
 ) -> Row:
-    """What one decoder did on one benchmark; `baseline` are plain AR's samples of the same prompts, in order."""
+    """What one decoder did on one benchmark. `baseline` are samples of the same prompts, in order, by plain AR of the
+    same weights, `base` by plain AR of the base that all methods share."""
     generations = [s.generation for s in samples]
     verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
     ratios = paired_speedups(samples, baseline)
@@ -34,7 +42,7 @@ def row(
         **counts(generations),
         "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
         "speedup": speedup,
-        "speedup_vs_base_ar": speedup,  # the serial decoder of these weights is the shared AR base
+        "speedup_vs_base_ar": statistics.median(paired_speedups(samples, base)) if speeds else None,
         "interval_95": intervals(generations, verdicts.get(quality, []), ratios if speeds else [], seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
@@ -70,6 +78,7 @@ def counts(generations: Sequence[Generation]) -> Row:
         "nfe": nfe,
         "nfe_prefill": nfe - forwards,
         "positions_computed": sum(g.positions_computed for g in generations),
+        "branch_forwards": sum(g.branch_forwards for g in generations),
         "tokens": tokens,
     }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.losses import chunked_sum, confidence_loss, decay_weights, draft_loss, token_loss
+from dspec.losses import chunked_sum, confidence_loss, consistency_loss, decay_weights, draft_loss, token_loss
 
 P, D, R, V = 11, 5, 3, 7
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -184,3 +184,33 @@ def test_confidence_loss() -> None:
     torch.testing.assert_close(logits.grad, (p - c).detach(), **EXACT)
     edge = confidence_loss(torch.tensor([90.0, -90.0, 90.0]), torch.tensor([0.0, 2.0, 2.0]))
     torch.testing.assert_close(edge, torch.tensor([0.0, 0.0, 90.0]))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_consistency_loss(chunk: int, temperature: float) -> None:
+    """Forward KL from the teacher, token by token; gradient for the student's states and head, none for the teacher."""
+    hidden, head = _rand(P, D, seed=0).requires_grad_(), _rand(V, D, seed=1).requires_grad_()
+    teacher, teacher_head, weight = _rand(P, D, seed=2), _rand(V, D, seed=3), _rand(P, seed=4).abs()
+    total, stats = chunked_sum(
+        consistency_loss(teacher_head, temperature=temperature),
+        rows=[hidden],
+        weights=[head],
+        constants=[weight, teacher],
+        chunk=chunk,
+    )
+    rows = []
+    for i in range(P):
+        p = torch.stack([(teacher_head[v] @ teacher[i] / temperature).exp() for v in range(V)])
+        q = torch.stack([(head[v] @ hidden[i] / temperature).exp() for v in range(V)])
+        p, q = p / p.sum(), q / q.sum()
+        rows.append(sum(p[v] * (p[v] / q[v]).log() for v in range(V)))
+    expected = sum(w * kl for w, kl in zip(weight, rows, strict=True))
+    torch.testing.assert_close(total, expected, **EXACT)
+    torch.testing.assert_close(stats[:, 0], torch.stack(rows), **EXACT)
+    match = (hidden @ head.T).argmax(-1) == (teacher @ teacher_head.T).argmax(-1)
+    assert torch.equal(stats[:, 1], match.double())
+    for got, want in zip(
+        torch.autograd.grad(total, (hidden, head)), torch.autograd.grad(expected, (hidden, head)), strict=True
+    ):
+        torch.testing.assert_close(got, want, **EXACT)

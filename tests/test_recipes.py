@@ -46,7 +46,8 @@ def test_recipe_opens_with_command_and_expectations(recipe: str) -> None:
 def test_recipe_builds_its_method(recipe: str) -> None:
     cfg = composed(recipe)
     target = embedded_target(dtype="float32", device="cpu")
-    method = instantiate(cfg.method, target=target, draft=instantiate(cfg.draft, target=target))
+    draft = {} if cfg.draft is None else {"draft": instantiate(cfg.draft, target=target)}
+    method = instantiate(cfg.method, target=target, **draft)
     assert [p for p in method.parameters() if p.requires_grad]
 
 
@@ -55,6 +56,31 @@ def test_command_line_beats_recipe() -> None:
     assert cfg.draft.markov_head_type == "rnn"
     assert cfg.benchmark.gsm8k._target_.endswith("Gsm8k")  # benchmark and trainer follow the data
     assert cfg.trainer.precision == "bf16-mixed"
+
+
+def test_jacobi_forcing_composes_with_other_targets_and_data() -> None:
+    cfg = composed("jacobi_forcing", "target=smollm2_135m", "data=gsm8k")
+    assert cfg.data._target_.endswith("Trajectories")
+    assert cfg.data.source._target_.endswith("Gsm8kPrompts")
+    assert cfg.data.regeneration.temperature == 0
+    assert cfg.decoder.jacobi.build.plan.block_size == cfg.data.block_size
+    assert cfg.decoder.base_jacobi.build.base._target_ == cfg.target._target_
+    assert cfg.decoder.base_jacobi.build.build == cfg.decoder.jacobi.build
+    few = composed("jacobi_forcing", "decoder=[autoregressive,jacobi]")
+    assert set(few.decoder) == {"autoregressive", "jacobi"}
+
+
+def test_jacobi_decoders_have_the_papers_settings_and_their_own() -> None:
+    names = ["jacobi", "jacobi_single", "jacobi_recycling", "jacobi_multiblock"]
+    cfg = composed("dspark", f"decoder=[autoregressive,{','.join(names)}]")
+    plans = {name: cfg.decoder[name].build.plan for name in names}
+    assert plans["jacobi"].block_size == 64
+    assert (plans["jacobi"].blocks, plans["jacobi"].candidates, plans["jacobi"].activation) == (2, 4, 0.85)
+    assert {name: (p.blocks, p.candidates) for name, p in plans.items()} == {
+        "jacobi": (2, 4), "jacobi_single": (1, 0), "jacobi_recycling": (1, 4), "jacobi_multiblock": (2, 0),
+    }  # fmt: skip
+    labels = OmegaConf.to_container(cfg.decoder, resolve=False)
+    assert len({labels[name]["method"] for name in names}) == 4  # type: ignore[call-overload,index]
 
 
 def test_dspark_and_dflash_differ_only_in_what_makes_dspark() -> None:

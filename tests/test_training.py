@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dspec.errors import UserError
+from dspec.lit_module import LitModule
 from dspec.training import CHECKPOINT, AtomicCheckpointIO, check_same_config, resume_checkpoint
 
 
@@ -48,3 +49,27 @@ def test_resuming_needs_the_same_command(tmp_path: Path) -> None:
     check_same_config(tmp_path, config | {"resume": str(tmp_path)})
     with pytest.raises(UserError, match=r"trainer\.max_steps"):
         check_same_config(tmp_path, {"seed": 0, "trainer": {"max_steps": 6}})
+
+
+def test_checkpoints_hold_what_training_changes() -> None:
+    """Trained parameters and persistent buffers (a moving average), not what is frozen or made anew."""
+
+    class Half(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
+            self.register_buffer("mean", torch.ones(3))
+            self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+    def module() -> LitModule:
+        return LitModule(method=Half(), optimizer=torch.optim.SGD, warmup=0.0, cycles=1, seed=0)  # type: ignore[arg-type]
+
+    saved = module().state_dict()
+    assert saved.keys() == {"method.trained.weight", "method.trained.bias", "method.mean"}
+    saved["method.mean"] = torch.full((3,), 7.0)
+    loaded = module()
+    loaded.load_state_dict(saved)
+    assert loaded.method.mean.tolist() == [7, 7, 7]  # type: ignore[attr-defined]
+    del saved["method.mean"]
+    with pytest.raises(UserError, match="another method"):
+        loaded.load_state_dict(saved)

@@ -60,6 +60,34 @@ def draft_blocks(anchor_BN: Tensor, context_B: Tensor, *, block: int) -> Predica
     return predicate
 
 
+def noise_conditioned(document_BL: Tensor, block_BL: Tensor, noisy_BL: Tensor, *, window: int | None) -> Predicate:
+    """Jacobi Forcing's training mask over packed rows [prompt][noisy 0][clean 0][noisy 1][clean 1] ...
+
+    `block_BL` numbers a document's blocks (-1 in its prompt), `noisy_BL` marks the noisy copies. Each token sees its
+    document's prompt and its own copy of its own block up to itself; a clean block sees the clean blocks before it, so
+    the clean copies are a plain causal text. A noisy block j sees the blocks before it noisy, as several blocks in
+    flight do; with a `window` w the blocks before w * floor(j / w) are seen clean, as decoding has verified them.
+    `window` None has no such border (the paper's mask), 1 is CLLM's: every block before is clean.
+
+    one token a block,    prompt   1 . . . . . .      window=1:  1 . . . . . .
+    prompt n0 c0 n1 c1    noisy 0  1 1 . . . . .                 1 1 . . . . .
+    n2 c2:                clean 0  1 . 1 . . . .                 1 . 1 . . . .
+                          noisy 1  1 1 . 1 . . .                 1 . 1 1 . . .
+                          clean 1  1 . 1 . 1 . .                 1 . 1 . 1 . .
+                          noisy 2  1 1 . 1 . 1 .                 1 . 1 . 1 1 .
+                          clean 2  1 . 1 . 1 . 1                 1 . 1 . 1 . 1
+    """
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block_q, block_kv = block_BL[b, q], block_BL[b, kv]
+        first_noisy = block_q // window * window if window is not None else 0 * block_q
+        wants_noisy = noisy_BL[b, q] & (block_kv >= first_noisy)
+        visible = (block_kv < 0) | (noisy_BL[b, kv] == wants_noisy)
+        return (kv <= q) & (document_BL[b, q] == document_BL[b, kv]) & visible
+
+    return predicate
+
+
 def dense(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
     """The predicate as a boolean mask [batch, 1, queries, keys] for scaled_dot_product_attention."""
     b = torch.arange(batch, device=device).view(-1, 1, 1, 1)

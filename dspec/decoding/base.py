@@ -48,13 +48,19 @@ class Generation:
     prefill_tokens: int = 0  # tokens that the prefill pass emitted
     prefill_forwards: int = 0
     forwards: int = 0  # forward passes of the big model that are not prefill
-    positions_computed: int = 0  # positions in those forwards
+    positions_computed: int = 0  # positions in those forwards, all branches
+    branches: int = 0  # rows of those forwards beyond the first, where candidates are verified side by side
     rounds: list[Round] = field(default_factory=list)
 
     @property
     def nfe(self) -> int:
         """Forward passes of the big model, prefill counted."""
         return self.prefill_forwards + self.forwards
+
+    @property
+    def branch_forwards(self) -> int:
+        """Rows of the passes after the prefill: a pass over k + 1 branches is one forward and k + 1 rows."""
+        return self.forwards + self.branches
 
     def emit(self, tokens: Sequence[int], limits: Limits) -> None:
         """Appends tokens up to and including the first stop, within the length limit."""
@@ -147,3 +153,29 @@ def rows_to_keep(active: Sequence[bool]) -> list[int] | None:
     """Rows still decoding, once they are at most half of the batch (else None): finished rows ride along till then."""
     rows = [i for i, on in enumerate(active) if on]
     return rows if 0 < len(rows) <= len(active) // 2 else None
+
+
+def record(
+    generation: Generation,
+    drafts: Sequence[int],
+    accepted: int,
+    following: int,
+    confidence: tuple[float, ...],
+    limits: Limits,
+) -> None:
+    """Appends a round's tokens and what its slots showed.
+
+    Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
+    length limit do not count.
+    """
+    valid = min(len(drafts), limits.max_new_tokens - len(generation.tokens))
+    text = list(generation.tokens)
+    for k, token in enumerate(drafts[:valid]):
+        text.append(token)
+        if limits.stops(text):
+            valid = k + 1
+            break
+    emitted = [*drafts[:accepted], following]
+    generation.emit(emitted, limits)
+    generation.rounds.append(Round(len(drafts), min(accepted, valid), valid, confidence))
+    generation.forwards += 1

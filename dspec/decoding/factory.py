@@ -1,9 +1,13 @@
 """Decoders as configs name them: each builds one from target, drafter and sampling."""
 
+from collections.abc import Callable
+
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Decoder
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
@@ -45,3 +49,17 @@ def prompt_lookup(
     device = torch.device(target.device)
     proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
     return Speculative(target=target, proposer=proposer, sampling=sampling)
+
+
+def jacobi(*, target: Target, draft: Draft | None, sampling: Sampling, plan: Plan) -> Decoder:
+    """The target's own tokens, several a pass; the drafter is not used."""
+    return Jacobi(target=target, sampling=sampling, plan=plan)
+
+
+def on_base(
+    *, target: Target, draft: Draft | None, sampling: Sampling, base: Target | None, build: Callable[..., Decoder]
+) -> Decoder:
+    """What `build` makes of the untrained `base`, to stand beside the same decoder of the trained target."""
+    if base is None:
+        raise UserError("a decoder of the base needs target=<the base>: say which weights it decodes")
+    return build(target=base.to(device=target.device, dtype=target.dtype), draft=None, sampling=sampling)

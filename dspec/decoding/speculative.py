@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspec.calibration import Calibration, calibrated_confidence
-from dspec.decoding.base import Ends, Generation, Limits, Prefill, Round, prefill, rows_to_keep
+from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, verify_greedy, verify_sampled
 from dspec.errors import UserError
@@ -134,7 +134,7 @@ class Speculative:
             for i, token in enumerate(following.tolist()):
                 if active[i]:
                     trace = tuple(confidence[i][: counts[i]]) if confidence is not None else ()
-                    _record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
+                    record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
                     live[i].positions_computed += sent + 1
                     history[i].extend([*drafts[i][: lengths[i]], token])
         # only positions of rows that moved on may be overwritten: finished rows stay where they are
@@ -151,29 +151,3 @@ class Speculative:
             confidence = torch.sigmoid(logits)
         sure: Tensor = confidence >= self.confidence_threshold
         proposal.count_B = torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))
-
-
-def _record(
-    generation: Generation,
-    drafts: Sequence[int],
-    accepted: int,
-    following: int,
-    confidence: tuple[float, ...],
-    limits: Limits,
-) -> None:
-    """Appends a round's tokens and what its slots showed.
-
-    Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
-    length limit do not count.
-    """
-    valid = min(len(drafts), limits.max_new_tokens - len(generation.tokens))
-    text = list(generation.tokens)
-    for k, token in enumerate(drafts[:valid]):
-        text.append(token)
-        if limits.stops(text):
-            valid = k + 1
-            break
-    emitted = [*drafts[:accepted], following]
-    generation.emit(emitted, limits)
-    generation.rounds.append(Round(len(drafts), min(accepted, valid), valid, confidence))
-    generation.forwards += 1

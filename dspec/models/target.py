@@ -202,10 +202,18 @@ class Target(nn.Module):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's end of turn, and what the model's generation config adds."""
+        """Tokens that end an answer: the tokenizer's end of turn, and what the model's generation config adds.
+
+        Raises UserError for a target that has neither.
+        """
         more = getattr(self.model.generation_config, "eos_token_id", None)
         more = [] if more is None else [more] if isinstance(more, int) else list(more)
-        return tuple(dict.fromkeys([int(self.tokenizer.eos_token_id), *more]))
+        own = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        if not own and not more:
+            raise UserError(
+                f"target {self.name!r} has no end-of-text token: set eos_token in its tokenizer_config.json"
+            )
+        return tuple(dict.fromkeys([*own, *more]))
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raises UserError when prompt and new tokens do not fit the model's positions."""

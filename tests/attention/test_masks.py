@@ -66,12 +66,62 @@ def test_draft_blocks_of_the_decoder() -> None:
     assert table[0][0] == [True] * 5 + [False] * 3
 
 
+def _packed_row(rng: random.Random, length: int) -> tuple[list[int], list[int], list[bool]]:
+    """Documents of [prompt][noisy 0][clean 0]... with blocks of one to three tokens, then padding."""
+    document, block, noisy = [], [], []
+    for number in range(2):
+        parts = [(-1, False, rng.randint(1, 3))]
+        for j in range(rng.randint(1, 4)):
+            tokens = rng.randint(1, 3)
+            parts += [(j, True, tokens), (j, False, tokens)]
+        for j, own, tokens in parts:
+            document += [number] * tokens
+            block += [j] * tokens
+            noisy += [own] * tokens
+    rest = length - len(document)
+    return [*document, *[-1] * rest], [*block, *[-1] * rest], [*noisy, *[False] * rest]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_conditioned(seed: int, window: int | None) -> None:
+    """Against the rules in words, one pair of places at a time."""
+    rng, length = random.Random(seed), 60
+    rows = [_packed_row(rng, length) for _ in range(2)]
+
+    def sees(row: tuple[list[int], list[int], list[bool]], q: int, k: int) -> bool:
+        document, block, noisy = (part for part in row)
+        if document[q] != document[k] or k > q:
+            return False
+        if block[k] == -1:  # the document's prompt (or padding, for padding)
+            return True
+        if block[q] == -1:
+            return False
+        if block[k] == block[q]:  # its own copy of its own block
+            return noisy[k] == noisy[q]
+        if not noisy[q]:  # clean sees clean
+            return not noisy[k]
+        border = 0 if window is None else window * (block[q] // window)
+        return noisy[k] if block[k] >= border else not noisy[k]
+
+    table = [[[sees(row, q, k) for k in range(length)] for q in range(length)] for row in rows]
+    parts = [torch.tensor([row[i] for row in rows]) for i in range(3)]
+    _equal(masks.noise_conditioned(*parts, window=window), table)
+
+
 def test_docstring_pictures() -> None:
     draft = masks.draft_blocks(torch.tensor([[1, 3]]), torch.tensor([4]), block=2)
     rows = masks.dense(draft, batch=1, queries=4, keys=8, device=CPU)[0, 0].int().tolist()
     assert rows == [[1, 0, 0, 0, 1, 1, 0, 0]] * 2 + [[1, 1, 1, 0, 0, 0, 1, 1]] * 2
     causal = masks.dense(masks.causal(torch.tensor([2])), batch=1, queries=2, keys=5, device=CPU)[0, 0]
     assert causal.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+    document, block = torch.zeros(1, 7, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 1, 2, 2]])
+    noisy = torch.tensor([[False, True, False, True, False, True, False]])
+    for window in (None, 1):
+        predicate = masks.noise_conditioned(document, block, noisy, window=window)
+        got = masks.dense(predicate, batch=1, queries=7, keys=7, device=CPU)[0, 0].int().tolist()
+        assert got[5] == ([1, 1, 0, 1, 0, 1, 0] if window is None else [1, 0, 1, 0, 1, 1, 0])
+        assert got[6] == [1, 0, 1, 0, 1, 0, 1]
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from data.chat import PromptPolicy
@@ -235,3 +237,43 @@ def test_bad_evaluations_are_refused_before_any_work(target: Target) -> None:
     for change in ({"limit": 0}, {"batch_size": 0}):
         with pytest.raises(UserError, match="at least 1"):
             evaluation(0.0, **change)
+
+
+def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp_path: Path) -> None:
+    """A method that trains the target: the base beside it, each with its own mismatches, and two speedups."""
+    trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
+    with torch.no_grad():
+        trained.embed_tokens.weight.mul_(1.3)
+    on_base = {"base": base, "build": factory.autoregressive}
+    contenders = {
+        "base_autoregressive": Contender(
+            method="AR base", build=partial(factory.on_base, **on_base), serial="base_autoregressive"
+        ),
+        "base_lookup": Contender(
+            method="base, lookup",
+            build=partial(factory.on_base, base=base, build=lookup),
+            serial="base_autoregressive",
+        ),
+        **CONTENDERS,
+    }
+    options = {"draft": None, "benchmarks": {"echo": Echo(PROMPTS)}, "policy": POLICY, "stop_ids": base.stop_ids}
+    settings = {"samples": tmp_path / "samples.jsonl", "settings": {}, **options}
+    rows, _ = evaluation(0.0, temperatures=[0.0])(target=trained, contenders=contenders, **settings)
+    by_name = {row["decoder"]["name"]: row for row in rows}
+    assert all(row["mismatches"] == 0 for row in rows)
+    assert by_name["base_lookup"]["tokens"] == by_name["base_autoregressive"]["tokens"]
+    texts = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()[1:]]
+    own, other = (
+        [row["tokens"] for row in texts if row["decoder"] == name] for name in ("autoregressive", "base_autoregressive")
+    )
+    assert own != other  # the weights do differ
+    assert by_name["base_autoregressive"]["speedup"] == by_name["base_autoregressive"]["speedup_vs_base_ar"] == 1
+    assert by_name["autoregressive"]["speedup"] == 1 != by_name["autoregressive"]["speedup_vs_base_ar"]
+    assert "vs base" in [column.header for column in table(rows).columns]
+    alone = [row for row in rows if row["decoder"]["name"].startswith("base_")]
+    assert "vs base" not in [column.header for column in table([alone[0]]).columns]
+    del contenders["base_autoregressive"]
+    with pytest.raises(UserError, match="must contain base_autoregressive"):
+        evaluation(0.0)(target=trained, contenders=contenders, **settings)
+    with pytest.raises(UserError, match="needs target="):
+        factory.on_base(target=trained, draft=None, sampling=CONTENDERS, base=None, build=lookup)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from dspec.calibration import Traces, calibration_report
 from dspec.errors import UserError
-from eval.plots import plot_acceptance, plot_loss, plot_reliability
+from eval.plots import plot_acceptance, plot_loss, plot_reliability, plot_roofline
 
 
 def report(slots: int) -> dict[str, Any]:
@@ -31,6 +31,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "loss_long": lambda path: plot_loss(STEPS, {"train": NOISY, "validation": SPARSE}, path),
     "loss_one_point": lambda path: plot_loss([1], {"train": [2.0]}, path),
     "acceptance": lambda path: plot_acceptance({"a": [0.9, 0.8, math.nan], "b": [0.7]}, path),
+    "roofline": lambda path: plot_roofline({"a": (1.0, 1e9), "b": (40.0, 2e10)}, bandwidth=5e9, flops=5e10, path=path),
     "reliability_1": lambda path: plot_reliability(report(1), path),
     "reliability_3": lambda path: plot_reliability(report(3), path),
     "reliability_7": lambda path: plot_reliability(report(7), path),

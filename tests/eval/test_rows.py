@@ -51,20 +51,32 @@ def test_speeds_are_paired_by_batch() -> None:
     base = [sample(10, 2.0, batch=0), sample(30, 2.0, batch=0), sample(10, 1.0, batch=1)]
     fast = [sample(10, 1.0, batch=0), sample(30, 1.0, batch=0), sample(10, 0.2, batch=1)]
     assert paired_speedups(fast, base) == [2.0, 5.0]
-    got = row(fast, base, quality="right", greedy=True, speeds=True, seed=0)
+    got = row(fast, base, base, quality="right", greedy=True, speeds=True, seed=0)
     assert got["speedup"] == 3.5
     assert math.isclose(got["tokens_per_second"], 50 / 1.2)
-    assert row(fast, base, quality="right", greedy=True, speeds=False, seed=0)["speedup"] is None
+    assert row(fast, base, base, quality="right", greedy=True, speeds=False, seed=0)["speedup"] is None
+
+
+def test_two_speedups_where_a_method_trains_the_targets_own_weights() -> None:
+    own, base = [sample(20, 2.0, batch=0)], [sample(10, 2.0, batch=0)]
+    got = row([sample(20, 1.0, batch=0)], own, base, quality="right", greedy=True, speeds=True, seed=0)
+    assert (got["speedup"], got["speedup_vs_base_ar"]) == (2.0, 4.0)
+
+
+def test_branches_are_counted_beside_passes() -> None:
+    branched = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2, branches=5)
+    got = counts([branched])
+    assert (got["nfe"], got["branch_forwards"], got["tpf"]) == (3, 7, 1)
 
 
 def test_quality_and_mismatches() -> None:
     base = [sample(4, 1.0, batch=i) for i in range(4)]
     own = [sample(4 if i else 5, 1.0, batch=i, right=i < 3) for i in range(4)]
-    got = row(own, base, quality="right", greedy=True, speeds=True, seed=0)
+    got = row(own, base, base, quality="right", greedy=True, speeds=True, seed=0)
     assert (got["quality"], got["mismatches"], got["verdicts"]) == (0.75, 1, {"right": 0.75})
     low, high = got["interval_95"]["quality"]
     assert 0 <= low < 0.75 < high <= 1
-    sampled = row(own, base, quality="", greedy=False, speeds=True, seed=0)
+    sampled = row(own, base, base, quality="", greedy=False, speeds=True, seed=0)
     assert (sampled["quality"], sampled["mismatches"]) == (None, None)
 
 

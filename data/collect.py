@@ -1,0 +1,79 @@
+"""Collects Jacobi trajectories ahead of training, and says what they look like.
+
+    python -m data.collect recipe=jacobi_forcing                                    the base's
+    python -m data.collect recipe=jacobi_forcing target=hf target.path=<run>/target the trained model's, to compare
+
+Goes on after kill -9; the training run finds what is there (data/trajectories.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from data.trajectories import Trajectories
+from dspec.config import entry_point, instantiate
+from dspec.errors import UserError
+from dspec.packing import Sample
+
+BINS = 8
+
+
+def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
+    """What the trajectories look like, over all blocks' states but their fixed points.
+
+    `passes_per_token`: passes over tokens that the prefill did not give. `noise_ratio`: a histogram of divergent
+    suffixes over (0, 1]. `ngram`: mean length of the longest run of right tokens behind the first wrong one.
+    `stability`: of the right tokens behind the first wrong one, the share that is right in the next state, too.
+    """
+    passes = tokens = states = runs = right = stayed = 0
+    histogram = [0] * bins
+    for sample in samples:
+        tokens += len(sample.response) - 1
+        for block in sample.blocks:
+            *drafts, clean = block
+            passes += len(drafts)
+            for draft, following in zip(drafts, block[1:], strict=True):
+                hits = [a == b for a, b in zip(draft, clean, strict=True)]
+                if all(hits):
+                    continue  # its pass verifies the whole block: no noise is left
+                first = hits.index(False)
+                states += 1
+                histogram[min(bins - 1, int(bins * (len(clean) - first - 1) / len(clean)))] += 1
+                runs += max(map(len, "".join("x" if hit else " " for hit in hits[first:]).split()), default=0)
+                later = [i for i in range(first, len(clean)) if hits[i]]
+                right += len(later)
+                stayed += sum(following[i] == clean[i] for i in later)
+    return {
+        "samples": len(samples),
+        "tokens": sum(len(s.response) for s in samples),
+        "passes_per_token": passes / max(tokens, 1),
+        "noise_ratio": [count / max(states, 1) for count in histogram],
+        "ngram": runs / max(states, 1),
+        "stability": stayed / max(right, 1),
+    }
+
+
+def describe(stats: Mapping[str, Any]) -> str:
+    """The statistics in a few lines."""
+    shares = " ".join(f"{100 * share:.0f}" for share in stats["noise_ratio"])
+    return (
+        f"{stats['samples']} trajectories, {stats['tokens']} tokens\n"
+        f"passes per token: {stats['passes_per_token']:.3f}\n"
+        f"noise ratios, % of states in {len(stats['noise_ratio'])} equal bins of (0, 1]: {shares}\n"
+        f"longest right n-gram behind the first wrong token: {stats['ngram']:.2f} tokens a state\n"
+        f"stability of right tokens behind it: {100 * stats['stability']:.1f} %"
+    )
+
+
+def _task(cfg: DictConfig) -> None:
+    module = instantiate(cfg.data, target=instantiate(cfg.target))
+    if not isinstance(module, Trajectories):
+        raise UserError("these data have no trajectories: say recipe=jacobi_forcing")
+    print(f"{describe(statistics(module.samples(), bins=BINS))}\n{module.folder}")
+
+
+main = entry_point(config="train")(_task)
+
+if __name__ == "__main__":
+    main()

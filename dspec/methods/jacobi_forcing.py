@@ -1,0 +1,204 @@
+"""Jacobi Forcing: train a causal LM to map the noisy states of its own Jacobi trajectories to their fixed points.
+
+Source: "Jacobi Forcing", L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask
+(attention/masks.py). L_pc is the forward KL from the law on the clean copy to the law on the noisy one, place by
+place: at place t both predict token t + 1, so a block's last place predicts the next block's first token. Where both
+copies see the same text the KL of the same pass is zero, value and gradient, so no place needs to be left out but a
+response's last one, behind which there is nothing. L_AR runs over the clean copies, which are a plain causal text.
+Departures: lambda, temperature, weights and what the sums are divided by are parameters (the released code fixes 10
+on L_AR, divides L_pc twice and trains on prompts). CLLM is window 1, no schedule.
+
+Legend: B = rows, L = places, P = chosen places, D = width, V = vocabulary, N = blocks.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+
+from dspec.atomic import atomic_folder
+from dspec.attention import masks
+from dspec.errors import UserError
+from dspec.losses import chunked_sum, consistency_loss, token_loss
+from dspec.method import LossOutput
+from dspec.models.target import Target
+from dspec.noise import Distance, Schedule
+from dspec.packing import TrajectoryBatch
+from dspec.teachers import Teacher
+
+Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
+
+
+def per_token(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
+    """Weight [B, L] of each noisy place, and what all is divided by: a mean over the response's tokens."""
+    return torch.ones_like(batch.ids_BL, dtype=torch.float64), batch.loss_BL.sum()
+
+
+def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
+    """The paper's: KL summed over a block, averaged over a response's blocks; CE summed; a mean over samples."""
+    last = batch.last_BL & ~batch.noisy_BL
+    weight = torch.zeros_like(batch.ids_BL, dtype=torch.float64)
+    for row, place in last.nonzero().tolist():
+        own = batch.document_BL[row] == batch.document_BL[row, place]  # type: ignore[index]
+        weight[row, own] = 1 / float(batch.block_BL[row, place] + 1)
+    return weight, last.sum()
+
+
+class Tuning(Protocol):
+    """Which weights are trained."""
+
+    def prepare(self, target: Target) -> None:
+        """Marks (or adds) the trained weights."""
+        ...
+
+    def merge(self, target: Target) -> None:
+        """Leaves a plain model with what was trained in its weights."""
+        ...
+
+
+class Full:
+    """All weights."""
+
+    def prepare(self, target: Target) -> None:
+        target.model.requires_grad_(True)
+
+    def merge(self, target: Target) -> None:
+        pass
+
+
+class LoRA:
+    """Low-rank adapters (peft) beside linear layers; merged into the weights when training is done."""
+
+    def __init__(self, *, rank: int, alpha: int, modules: str) -> None:
+        """`modules` is a pattern of layer names, or "all-linear"."""
+        self.rank, self.alpha, self.modules = rank, alpha, modules
+
+    def prepare(self, target: Target) -> None:
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError as error:
+            raise UserError('LoRA needs peft: pip install -e ".[lora]", or say method/tuning=full') from error
+        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
+        inject_adapter_in_model(config, target.model)
+
+    def merge(self, target: Target) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        for name, layer in list(target.model.named_modules()):
+            if isinstance(layer, BaseTunerLayer):
+                layer.merge()
+                parent, _, child = name.rpartition(".")
+                setattr(target.model.get_submodule(parent), child, layer.get_base_layer())
+
+
+class JacobiForcing(nn.Module):
+    """Progressive consistency plus next-token loss on packed trajectories."""
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        schedule: Schedule,
+        distance: Distance,
+        window: int | None,
+        teacher: Teacher,
+        tuning: Tuning,
+        normalisation: Normalisation,
+        consistency_weight: float,
+        ar_weight: float,
+        ar_on_prompt: bool,
+        temperature: float,
+        chunk_size: int,
+    ) -> None:
+        """`window` is the mask's (None: all earlier blocks noisy, 1: all clean), the schedule has its own."""
+        super().__init__()
+        if window is not None and window < 1:
+            raise UserError(f"method.window={window} must be at least 1 block (null: no border)")
+        if temperature <= 0:
+            raise UserError(f"method.temperature={temperature} must be above 0")
+        self.target, self.schedule, self.distance, self.window = target, schedule, distance, window
+        self.teacher, self.tuning, self.normalisation = teacher, tuning, normalisation
+        self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt
+        self.temperature, self.chunk_size = temperature, chunk_size
+        tuning.prepare(target)
+        teacher.bind(target)
+
+    def loss(self, batch: TrajectoryBatch, *, generator: Generator) -> LossOutput:
+        """Raises UserError for a batch without trajectories."""
+        if not isinstance(batch, TrajectoryBatch):
+            raise UserError(
+                "method=jacobi_forcing trains on trajectories: say recipe=jacobi_forcing, whatever the data"
+            )
+        ratio_NK = self.distance(batch.states_NKn, batch.fixed_points, batch.length_N)
+        chosen_N = self.schedule.choose(ratio_NK, batch.count_N, batch.index_N, generator=generator)
+        output = self.loss_at(batch, chosen_N)
+        noise = ratio_NK.gather(1, chosen_N[:, None]).sum()
+        output.metrics["noise"] = (noise, torch.ones_like(noise) * len(chosen_N))
+        return output
+
+    def loss_at(self, batch: TrajectoryBatch, chosen_N: Tensor) -> LossOutput:
+        """The loss with given states in the noisy copies."""
+        ids_BL = batch.noised(chosen_N)
+        B, L = ids_BL.shape
+        positions, document = batch.positions_BL, batch.document_BL
+        if positions is None or document is None:
+            raise UserError("a packed row needs positions and documents")
+        predicate = masks.noise_conditioned(document, batch.block_BL, batch.noisy_BL, window=self.window)
+        mask = masks.additive(
+            masks.dense(predicate, batch=B, queries=L, keys=L, device=ids_BL.device), self.target.dtype
+        )
+        self.target.tap(())
+        hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
+        teacher, teacher_head = self.teacher(self.target, ids_BL, positions_BL=positions, mask=mask, student_BLD=hidden)
+        weight_BL, total = self.normalisation(batch)
+        kl_sum, kl = self._consistency(batch, hidden, teacher, teacher_head, weight_BL)
+        ce_sum, ce = self._next_token(batch, ids_BL, hidden)
+        count = torch.tensor(float(len(kl)), device=kl.device)
+        metrics = {
+            "kl": (kl[:, 0].sum(), count),
+            "match": (kl[:, 1].sum(), count),
+            "ce": (ce[:, 0].sum(), torch.tensor(float(len(ce)), device=ce.device)),
+        }
+        return LossOutput(self.consistency_weight * kl_sum + self.ar_weight * ce_sum, total, metrics)
+
+    def _consistency(
+        self, batch: TrajectoryBatch, hidden: Tensor, teacher: Tensor, teacher_head: Tensor, weight_BL: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Place t of a noisy copy against place t of its clean twin: both predict token t + 1."""
+        chosen = batch.noisy_BL & ~batch.last_BL
+        row = chosen.nonzero()[:, 0]
+        return chunked_sum(
+            consistency_loss(teacher_head, temperature=self.temperature),
+            rows=[hidden[chosen]],
+            weights=[self.target.lm_head.weight],
+            constants=[weight_BL[chosen].to(hidden.dtype), teacher[row, batch.twin_BL[chosen]].detach()],
+            chunk=self.chunk_size,
+        )
+
+    def _next_token(self, batch: TrajectoryBatch, ids_BL: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Each clean token from the place before it in the clean text."""
+        prompt = (batch.block_BL < 0) & (batch.document_BL >= 0)  # type: ignore[operator]
+        chosen = (batch.loss_BL | prompt if self.ar_on_prompt else batch.loss_BL) & (batch.previous_BL >= 0)
+        row = chosen.nonzero()[:, 0]
+        return chunked_sum(
+            token_loss,
+            rows=[hidden[row, batch.previous_BL[chosen]]],
+            weights=[self.target.lm_head.weight],
+            constants=[ids_BL[chosen]],
+            chunk=self.chunk_size,
+        )
+
+    def export(self, folder: Path, *, card: str) -> Path:
+        """A Hugging Face folder with the tokenizer: an ordinary causal LM, in the dtype it was trained in.
+
+        Adapters are merged first, into the target itself: what is evaluated next is what is written.
+        """
+        self.tuning.merge(self.target)
+        with atomic_folder(folder / "target") as scratch:
+            deepcopy(self.target.model).save_pretrained(scratch)
+            self.target.tokenizer.save_pretrained(scratch)
+            (scratch / "README.md").write_text(card, encoding="utf-8")
+        return folder / "target"

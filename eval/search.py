@@ -1,0 +1,204 @@
+"""Searches the configuration of Jacobi decoding on this machine: block size x candidates x K x r.
+
+    python -m eval.search recipe=sweeps/jacobi_config checkpoint=runs/jacobi_forcing/<time>
+    python -m eval.search recipe=sweeps/jacobi_config target=tiny search.block_sizes=[8,16]
+
+Every configuration decodes the same prompts, prompt by prompt in turn with plain AR, greedily. It prints and writes
+(search.json, plots/roofline.png) tokens a pass, tokens a second and where the passes stand under the measured
+roofline of the device, and names the fastest one. What is decoded is the same for all; tokens that differ from plain
+AR's (float ties) are counted.
+"""
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from data.regenerate import prompt_seed
+from dspec.atomic import write_json
+from dspec.config import entry_point, instantiate
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.sampling import Sampling
+from dspec.errors import UserError
+from dspec.models.target import Target
+from dspec.provenance import provenance
+from dspec.train import quiet
+from eval.evaluate import encode, timed
+from eval.plots import plot_roofline
+from eval.roofline import Roofline, cost, measure
+from eval.run import load_subject
+
+log = logging.getLogger(__name__)
+GREEDY = Sampling(temperature=0.0, top_p=1.0)
+Prompt = tuple[str, list[int], int]  # id, ids, most new tokens
+Point = dict[str, Any]
+
+
+class Search:
+    """The grid and how it is measured."""
+
+    def __init__(
+        self,
+        *,
+        block_sizes: Sequence[int],
+        candidates: Sequence[int],
+        blocks: Sequence[int],
+        activations: Sequence[float],
+        pool_size: int,
+        stream_mb: int,
+        matrix: int,
+    ) -> None:
+        """`activations` matter with several blocks in flight alone: with one the first stands for all."""
+        if not (block_sizes and candidates and blocks and activations):
+            raise UserError("search needs at least one value of block_sizes, candidates, blocks and activations")
+        self.stream_mb, self.matrix = stream_mb, matrix
+        self.plans = [
+            Plan(block_size=n, blocks=k, activation=r, pool_size=pool_size, candidates=c)
+            for n, c, k, r in itertools.product(block_sizes, candidates, blocks, activations)
+            if k > 1 or r == activations[0]
+        ]
+
+    def __call__(self, target: Target, prompts: Sequence[Prompt], *, seed: int) -> tuple[list[Point], Roofline]:
+        """A point a plan, plain AR's first, and the roofline."""
+        roofline = measure(target.device, target.dtype, stream_mb=self.stream_mb, matrix=self.matrix)
+        decoders: list[Decoder] = [Autoregressive(target=target, sampling=GREEDY)]
+        decoders += [Jacobi(target=target, sampling=GREEDY, plan=plan) for plan in self.plans]
+        results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
+        for name, ids, new in track(prompts, "prompts"):
+            for decoder, result in zip(decoders, results, strict=True):
+                seeds = [prompt_seed(seed, name)]
+                decode = partial(decoder.decode, [ids], max_new_tokens=new, stop_ids=target.stop_ids, seeds=seeds)
+                (generation,), seconds = timed(target, decode)
+                result.append((generation, seconds))
+        # keys that a pass finds: the prompt, and half of the answer on average
+        context = sum(len(p[1]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
+        plans: list[Plan | None] = [None, *self.plans]
+        return [
+            point(target, plan, own, results[0], context=context / len(prompts), roofline=roofline)
+            for plan, own in zip(plans, results, strict=True)
+        ], roofline
+
+
+def point(
+    target: Target,
+    plan: Plan | None,
+    own: Sequence[tuple[Generation, float]],
+    serial: Sequence[tuple[Generation, float]],
+    *,
+    context: float,
+    roofline: Roofline,
+) -> Point:
+    """What one configuration did; the prefill's time is in tokens a second, but not among the passes."""
+    generations = [g for g, _ in own]
+    forwards = sum(g.forwards for g in generations)
+    seconds = sum(s for _, s in own)
+    rows = sum(g.branch_forwards for g in generations) / forwards
+    positions = sum(g.positions_computed for g in generations) / forwards
+    flops, read = cost(target, rows=rows, positions=positions, context=context)
+    return {
+        "plan": asdict(plan) if plan is not None else None,
+        "tpf": sum(len(g.tokens) - g.prefill_tokens for g in generations) / forwards,
+        "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
+        "positions_per_pass": positions,
+        "rows_per_pass": rows,
+        "intensity": flops / read,
+        "flops": flops * forwards / seconds,
+        "share_of_roofline": flops * forwards / seconds / roofline.attainable(flops / read),
+        "mismatches": sum(a.tokens != b.tokens for (a, _), (b, _) in zip(own, serial, strict=True)),
+    }
+
+
+def name(plan: Mapping[str, Any] | None) -> str:
+    if plan is None:
+        return "AR"
+    ratio = f" r={plan['activation']:g}" if plan["blocks"] > 1 else ""
+    return f"n={plan['block_size']} K={plan['blocks']}{ratio} candidates={plan['candidates']}"
+
+
+def show(points: Sequence[Point], roofline: Roofline) -> Table:
+    """One line a configuration, the fastest first."""
+    title = (
+        f"Jacobi configurations; this device reads {roofline.bandwidth / 1e9:.1f} GB/s, "
+        f"does {roofline.flops / 1e9:.0f} GFLOP/s: knee at {roofline.knee:.1f} FLOP/byte"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("configuration", "tpf", "tok/s", "positions", "FLOP/byte", "of roofline", "mismatches"):
+        table.add_column(column, justify="left" if column == "configuration" else "right", no_wrap=True)
+    for p in sorted(points, key=lambda p: -p["tokens_per_second"]):
+        table.add_row(
+            name(p["plan"]),
+            f"{p['tpf']:.2f}",
+            f"{p['tokens_per_second']:.0f}",
+            f"{p['positions_per_pass']:.1f}",
+            f"{p['intensity']:.1f}",
+            f"{100 * p['share_of_roofline']:.0f} %",
+            str(p["mismatches"]),
+        )
+    return table
+
+
+def verdict(points: Sequence[Point], roofline: Roofline) -> str:
+    """The fastest configuration, and how far from the knee its passes are."""
+    best = max((p for p in points if p["plan"] is not None), key=lambda p: p["tokens_per_second"])
+    ratio = best["tokens_per_second"] / points[0]["tokens_per_second"]
+    return (
+        f"fastest: {name(best['plan'])}, {best['tpf']:.2f} tokens a pass, {ratio:.2f}x plain AR's tokens a second; "
+        f"its passes stand at {best['intensity'] / roofline.knee:.2f} of the knee's FLOP/byte"
+    )
+
+
+def search(cfg: DictConfig) -> None:
+    """One search in Hydra's run folder."""
+    quiet()
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    torch.set_num_threads(torch.get_num_threads())
+    if "benchmark" not in cfg or "search" not in cfg:
+        raise UserError("nothing to search: say recipe=sweeps/jacobi_config")
+    subject, benchmarks, grid = load_subject(cfg), instantiate(cfg.benchmark), instantiate(cfg.search)
+    prompts = [
+        (item.id, encode(subject.target, benchmark, item, subject.policy), benchmark.max_new_tokens)
+        for benchmark in benchmarks.values()
+        for item in benchmark.items()[: cfg.limit]
+    ]
+    if not prompts:
+        raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
+    log.info("searching %d configurations on %d prompts in %s", len(grid.plans), len(prompts), run_dir)
+    with torch.inference_mode():
+        points, roofline = grid(subject.target, prompts, seed=cfg.seed)
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    dtype = str(subject.target.dtype).removeprefix("torch.")
+    run = provenance(
+        seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=subject.policy.to_dict(subject.target.tokenizer)
+    )
+    measured = asdict(roofline) | {"knee": roofline.knee}
+    write_json(run_dir / "search.json", {"run": run, "roofline": measured, "points": points})
+    plot_roofline(
+        {name(p["plan"]): (p["intensity"], p["flops"]) for p in points},
+        bandwidth=roofline.bandwidth,
+        flops=roofline.flops,
+        path=run_dir / "plots" / "roofline.png",
+    )
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(show(points, roofline))
+    console.print(verdict(points, roofline), soft_wrap=True)
+    console.print(f"numbers and plot: {run_dir}", soft_wrap=True)
+
+
+main = entry_point(config="search")(search)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Trajectories: what is stored is what decoding went through, kills and reruns, statistics, and every option."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data.chat import PromptPolicy
+from data.collect import describe, statistics
+from data.prompts import EmbeddedPrompts
+from data.trajectories import Trajectories, collect, read_shard, trace, write_shard
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.sampling import Sampling
+from dspec.errors import UserError
+from dspec.models.target import Target, embedded_target
+from dspec.packing import Sample
+
+POLICY = PromptPolicy(system=None, thinking=False)
+SMALL = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 20, "batch_size": 4}
+
+
+def plan(n: int) -> Plan:
+    return Plan(block_size=n, blocks=1, activation=1.0, pool_size=0, candidates=0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return embedded_target(dtype="float32", device="cpu")
+
+
+def module(target: Target, tmp_path: Path, **changes: Any) -> Trajectories:
+    settings: dict[str, Any] = {
+        "source": EmbeddedPrompts(train={"problems": 8}, calibration={}, seed=0), "policy": POLICY,
+        "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 2, "max_length": 200, "validation": 1,
+        "seed": 0, "block_size": 6, "row_length": 120,
+    }  # fmt: skip
+    return Trajectories(target=target, **(settings | changes))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_states_are_those_that_decoding_went_through(toys: SimpleNamespace, seed: int) -> None:
+    """Each state is one Jacobi update of the one before, behind the verified text; the last one is plain AR's text."""
+    of, n = toys.target(toys.FAMILIES[seed], seed=seed, scale=0.4), 5
+    prompts = [(str(i), [1 + i, 2, 3][: 1 + i]) for i in range(3)]
+    greedy = Jacobi(target=of, sampling=toys.GREEDY, plan=plan(n))
+    samples = trace(greedy, prompts, max_new_tokens=17, stop_ids=[4], seed=seed)
+    serial = Autoregressive(target=of, sampling=toys.GREEDY).decode(
+        [ids for _, ids in prompts], max_new_tokens=17, stop_ids=[4], seeds=[0] * 3
+    )
+    moved = 0
+    for (_, ids), sample, expected in zip(prompts, samples, serial, strict=True):
+        assert sample.prompt == ids
+        assert sample.response == expected.tokens  # cut behind the stop token
+        assert [t for states in sample.blocks for t in states[-1]] == sample.response
+        before = list(ids)
+        for states in sample.blocks:
+            length = len(states[-1])
+            assert {len(state) for state in states} == {length}
+            for state, following in itertools.pairwise(states[:-1]):
+                logits = of.logits(of(torch.tensor([[*before, *state]])).hidden_BLD[0])
+                predicted = logits.argmax(-1)[len(before) - 1 : -1].tolist()
+                assert following == predicted
+                moved += state != following
+            before += states[-1]
+    assert moved >= 3
+    # the noisiest state is a state of its own, not the fixed point under another name
+    assert any(states[0] != states[-1] for sample in samples for states in sample.blocks)
+
+
+def test_shard_round_trip(tmp_path: Path) -> None:
+    samples = [
+        Sample([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]]),
+        Sample([9], [8, 8, 8], [[[8, 8, 8]]]),
+    ]
+    write_shard(tmp_path / "a.safetensors", ["x", "y"], samples, block_size=3)
+    assert read_shard(tmp_path / "a.safetensors", block_size=3) == dict(zip("xy", samples, strict=True))
+    with pytest.raises(UserError, match=r"blocks of 3 tokens, not data.block_size=4: collect anew"):
+        read_shard(tmp_path / "a.safetensors", block_size=4)
+    (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-9])
+    with pytest.raises(UserError, match="delete it and run again"):
+        read_shard(tmp_path / "b.safetensors", block_size=3)
+
+
+def gather(toys: SimpleNamespace, folder: Path, *, prompts: int = 7, batch: int = 2, seed: int = 0) -> list[Sample]:
+    of = toys.target(seed=1, scale=0.4)
+    return collect(
+        folder,
+        {"some": "settings"},
+        [(f"p{i}", [1 + i, 2]) for i in range(prompts)],
+        Jacobi(target=of, sampling=toys.GREEDY, plan=plan(4)),
+        stop_ids=[4],
+        max_new_tokens=12,
+        batch_size=batch,
+        seed=seed,
+    )
+
+
+def test_collected_once_and_gaps_filled(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gather(toys, tmp_path / "a")
+    files = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+    assert len(files) == 5  # settings and four batches
+    (tmp_path / "a" / "00001.safetensors").unlink()
+    assert gather(toys, tmp_path / "a") == whole
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == files
+    assert gather(toys, tmp_path / "b", seed=1) != whole
+    assert [s.response for s in gather(toys, tmp_path / "c", seed=1)] == [s.response for s in whole]
+    monkeypatch.setattr("data.trajectories.trace", None)  # all is there: nothing is decoded
+    assert gather(toys, tmp_path / "a") == whole
+    with pytest.raises(UserError, match="other prompts"):
+        gather(toys, tmp_path / "a", prompts=6, batch=3)
+    (tmp_path / "a" / "settings.json").write_text('{"some": "other"}')
+    with pytest.raises(UserError, match="other settings"):
+        gather(toys, tmp_path / "a")
+
+
+def test_full_disk_is_one_line(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("data.trajectories.save_file", full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left"):
+        gather(toys, tmp_path / "a")
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["settings.json"]
+
+
+@pytest.mark.slow
+def test_kill_and_rerun_gives_an_unbroken_runs_files(tmp_path: Path) -> None:
+    """kill -9 in the middle of the command line's job."""
+
+    def start(cache: Path) -> subprocess.Popen[bytes]:
+        small = [
+            "data.source.train={problems: 24, functions: 0, stories: 0}",
+            "data.regeneration.max_new_tokens=24",
+            "data.validation=2",
+        ]
+        command = [sys.executable, "-m", "data.collect", "recipe=jacobi_forcing", *small]
+        environment = os.environ | {"DSPEC_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+        run = [*command, "data.regeneration.batch_size=2", f"hydra.run.dir={cache}/run"]
+        return subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def files(cache: Path) -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in (cache / "trajectories").glob("*/*")}
+
+    killed = start(tmp_path / "killed")
+    deadline = time.monotonic() + 120
+    while len(files(tmp_path / "killed")) < 4 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert 4 <= len(files(tmp_path / "killed")) < 13
+    for cache in ("killed", "whole"):
+        out, _ = start(tmp_path / cache).communicate()
+        assert b"24 trajectories" in out
+        assert b"passes per token" in out
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+    assert len(files(tmp_path / "whole")) == 13
+
+
+def batches(data: Trajectories) -> list[list]:
+    data.setup("fit")
+    loaders = (data.train_dataloader(), data.val_dataloader())
+    return [[b.ids_BL.tolist(), b.states_NKn.tolist()] for loader in loaders for b in loader]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_size": 5},
+        {"row_length": 300},
+        {"batch_size": 1},
+        {"max_length": 50},
+        {"validation": 3},
+        {"seed": 1},
+        {"regeneration": SMALL | {"max_new_tokens": 12}},
+        {"regeneration": SMALL | {"temperature": 1.0}},
+        {"regeneration": SMALL | {"temperature": 1.0, "top_p": 0.2}},
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_batches(target: Target, tmp_path_factory: Any, change: dict[str, Any]) -> None:
+    cache = tmp_path_factory.getbasetemp() / "trajectories"  # collected once
+    base, changed = batches(module(target, cache)), batches(module(target, cache, **change))
+    assert base == batches(module(target, cache))
+    assert base != changed
+
+
+def test_the_cache_is_keyed_by_what_matters(target: Target, tmp_path: Path) -> None:
+    base = module(target, tmp_path)
+    changes: list[dict[str, Any]] = [
+        {"block_size": 5},
+        {"seed": 1},
+        {"regeneration": SMALL | {"batch_size": 2}},
+        {"policy": PromptPolicy(system="Be brief.", thinking=False)},
+        {"source": EmbeddedPrompts(train={"problems": 9}, calibration={}, seed=0)},
+    ]
+    others = [module(target, tmp_path, **change).folder for change in changes]
+    assert len({base.folder, *others}) == 6
+    for change in ({"row_length": 99}, {"batch_size": 1}, {"max_length": 50}, {"validation": 0}):
+        assert module(target, tmp_path, **change).folder == base.folder
+
+
+def test_long_samples_are_cut_at_whole_blocks(target: Target, tmp_path: Path) -> None:
+    data = module(target, tmp_path)
+    sample = data.samples()[0]
+    assert data._within(sample) == sample
+    cut = module(target, tmp_path, max_length=len(sample.prompt) + 15)._within(sample)
+    assert cut.response == sample.response[:12]
+    assert cut.blocks == sample.blocks[:2]
+    assert module(target, tmp_path, max_length=len(sample.prompt) + 5)._within(sample).response == []
+
+
+def test_bad_input_gets_one_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="regeneration must say"):
+        module(target, tmp_path, regeneration=None)
+    empty = SMALL | {"max_new_tokens": 1}  # responses of one token: nothing behind the prefill
+    with pytest.raises(UserError, match="0 of 8 responses are longer than one token"):
+        module(target, tmp_path, regeneration=empty).setup("fit")
+    with pytest.raises(UserError, match="block_size >= 2"):
+        module(target, tmp_path, block_size=1).samples()
+    bare = embedded_target(dtype="float32", device="cpu")
+    bare.tokenizer.eos_token = None
+    monkeypatch.setattr(bare.model.generation_config, "eos_token_id", None)
+    with pytest.raises(UserError, match="no end-of-text token"):
+        module(bare, tmp_path).samples()
+
+
+def test_statistics_by_hand() -> None:
+    states = [
+        [1, 9, 9, 9],
+        [1, 2, 9, 4],
+        [1, 2, 3, 9],
+        [1, 2, 3, 4],
+    ]  # the last pass verifies [1, 2, 3, 4]'s last token
+    stats = statistics([Sample([0], [1, 2, 3, 4], [states])], bins=4)
+    assert stats["passes_per_token"] == 1.0  # three passes, three tokens behind the prefill's
+    assert stats["noise_ratio"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert stats["ngram"] == pytest.approx(1 / 3)  # the 4 in the second state
+    assert stats["stability"] == 0  # which the third one lost
+    kept = [[1, 9, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
+    stats = statistics([Sample([0], [1, 2, 3, 4], [kept])], bins=4)
+    assert (stats["ngram"], stats["stability"]) == (2, 1)
+    assert "passes per token: 0.667" in describe(stats)
+
+
+def test_statistics_of_the_embedded_base(target: Target, tmp_path: Path) -> None:
+    data = module(target, tmp_path)
+    stats = statistics(data.samples(), bins=8)
+    assert 0.5 < stats["passes_per_token"] <= 1
+    assert sum(stats["noise_ratio"]) == pytest.approx(1)
+    assert 0 <= stats["stability"] < 1
+    settings = json.loads((data.folder / "settings.json").read_text())
+    assert settings["block_size"] == 6
+    assert {"target_sha256", "prompt_policy", "regeneration", "seed", "prompts_sha256"} <= settings.keys()
+    assert Sampling(temperature=settings["regeneration"]["temperature"], top_p=1.0).greedy

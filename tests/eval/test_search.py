@@ -1,0 +1,106 @@
+"""The configuration search: the grid, the points' arithmetic, and the job from the command line."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
+from dspec.errors import UserError
+from eval.roofline import Roofline, cost, measure
+from eval.search import Search, main, name, point, show, verdict
+
+ROOF = Roofline(bandwidth=2e9, flops=1e10)
+
+
+def grid(**changes: Any) -> Search:
+    settings: dict[str, Any] = {
+        "block_sizes": [4, 8], "candidates": [0, 2], "blocks": [1, 2], "activations": [0.85, 0.5], "pool_size": 4,
+        "stream_mb": 1, "matrix": 16,
+    }  # fmt: skip
+    return Search(**(settings | changes))
+
+
+def test_the_grid_has_each_configuration_once() -> None:
+    names = [name(vars(plan)) for plan in grid().plans]
+    assert len(names) == len(set(names)) == 2 * 2 * (1 + 2)
+    assert "n=8 K=2 r=0.5 candidates=2" in names
+    assert "n=4 K=1 candidates=0" in names
+    for change in ({"block_sizes": [4]}, {"candidates": [0]}, {"blocks": [1]}, {"activations": [0.5]}):
+        assert len(grid(**change).plans) < 12
+    assert grid(pool_size=9).plans[0].pool_size == 9
+    with pytest.raises(UserError, match="at least one value"):
+        grid(blocks=[])
+
+
+def test_roofline() -> None:
+    assert ROOF.knee == 5
+    assert [ROOF.attainable(x) for x in (1, 5, 50)] == [2e9, 1e10, 1e10]
+    got = measure(torch.device("cpu"), torch.float32, stream_mb=4, matrix=128)
+    assert 1e8 < got.bandwidth < 1e13
+    assert 1e8 < got.flops < 1e15
+
+
+def test_cost_of_a_pass(toys: SimpleNamespace) -> None:
+    """Against the products of a real pass, counted at the linear layers, head included."""
+    for tie in (False, True):
+        target = toys.target(seed=0, vocab=13, tie=tie)
+        counted = 0
+
+        def hook(module: torch.nn.Linear, args: Any, output: Any) -> None:
+            nonlocal counted
+            counted += 2 * module.weight.numel() * args[0].shape[:-1].numel()
+
+        handles = [m.register_forward_hook(hook) for m in target.modules() if isinstance(m, torch.nn.Linear)]
+        target.logits(target(torch.ones(2, 5, dtype=torch.long)).hidden_BLD)
+        for handle in handles:
+            handle.remove()
+        flops, read = cost(target, rows=2, positions=10, context=7)
+        assert flops == counted
+        keys = 2 * 3 * 1 * 8 * 7 * 2  # keys and values, layers, heads, width, context, rows
+        assert read == (counted / 20 + keys) * 8  # each weight once
+
+
+def test_points(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=2, vocab=9)
+    options = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
+    plan = Plan(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
+    (serial,) = Autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
+    (own,) = Jacobi(target=target, sampling=toys.GREEDY, plan=plan).decode([[1, 2]], **options)
+    points = [
+        point(target, p, [(g, s)], [(serial, 2.0)], context=8, roofline=ROOF)
+        for p, g, s in ((None, serial, 2.0), (plan, own, 1.0))
+    ]
+    assert points[0]["tpf"] == points[0]["positions_per_pass"] == points[0]["rows_per_pass"] == 1
+    assert (points[0]["tokens_per_second"], points[1]["tokens_per_second"]) == (6, 12)
+    assert points[1]["tpf"] == 11 / own.forwards
+    assert points[1]["positions_per_pass"] == own.positions_computed / own.forwards
+    assert points[1]["intensity"] > points[0]["intensity"]
+    assert points[1]["mismatches"] == 0
+    text = verdict(points, ROOF)
+    assert "n=4 K=2 r=0.5 candidates=2" in text
+    assert "2.00x" in text
+    assert next(iter(show(points, ROOF).columns[0].cells)).startswith("n=4")  # the fastest first
+
+
+def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["search.block_sizes=[8]", "search.candidates=[0,2]", "search.blocks=[1]", "search.stream_mb=4"]
+    args = ["recipe=sweeps/jacobi_config", "target=tiny", "limit=1", "search.matrix=64", *small]
+    monkeypatch.setattr(sys, "argv", ["eval.search", *args, f"hydra.run.dir={tmp_path}"])
+    main()
+    found = json.loads((tmp_path / "search.json").read_text())
+    assert [p["plan"] and p["plan"]["candidates"] for p in found["points"]] == [None, 0, 2]
+    assert found["run"]["config"]["search"]["block_sizes"] == [8]
+    assert found["roofline"]["knee"] > 0
+    assert (tmp_path / "plots" / "roofline.png").is_file()
+    assert "fastest: n=8" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["eval.search", "target=tiny", f"hydra.run.dir={tmp_path}"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "recipe=sweeps/jacobi_config" in capsys.readouterr().err
