@@ -24,7 +24,7 @@ class Report:
         if results["calibration"] is not None:
             plot_reliability(results["calibration"], plots / "reliability.png")
         console = Console()
-        console.width = max(console.width, 110)  # a log file has room too
+        console.width = max(console.width, 120)  # a log file has room too
         console.print(table(results["rows"]))
         check = results["run"]["ar_check"]
         note = f"AR runs at {check['ar_over_generate']:.2f}x the speed of transformers' generate"

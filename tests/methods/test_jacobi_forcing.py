@@ -266,7 +266,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
         {"ar_on_prompt": True},
         {"temperature": 2.0},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_every_option_changes_the_loss(toys: SimpleNamespace, changes: dict[str, Any]) -> None:
     batch = packed_batch(pack(samples(6, 12), row_length=90))
