@@ -86,7 +86,7 @@ def test_the_whole_recipe(cache: Path, tmp_path: Path) -> None:
     for decoder in ("autoregressive", "jacobi"):
         assert [s["text"] for s in samples if (s["decoder"], s["benchmark"]) == (decoder, "problems")] == wanted
     (cells,) = [list(column.cells) for column in ablation([out], decoder="jacobi_single").columns[:1]]
-    assert cells == ["Progressive"]
+    assert cells == ["Random"]
 
 
 @pytest.mark.slow
