@@ -1,21 +1,22 @@
 """Data modules: tokenised conversations for drafters, packed documents for the AR base.
 
-Everything is a function of the seed; shuffling state lives in torchdata's StatefulDataLoader, so a resumed run goes
-on mid-epoch. Legend: B = rows, L = positions.
+Everything is a function of the seed; where an epoch stands lives in torchdata's StatefulDataLoader, so a resumed run
+goes on mid-epoch. Legend: B = rows, L = positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from torch.utils.data import Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from data.embedded.corpus import corpus
 from data.prompts import Prompt, PromptSource
-from data.regenerate import Response, regenerate, settings_key
+from data.regenerate import Response, prompt_seed, regenerate, settings_key
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
@@ -123,18 +124,53 @@ class Conversations(L.LightningDataModule):
 
     def train_dataloader(self) -> StatefulDataLoader:
         rows = self._rows[self.validation :]
-        generator = torch.Generator().manual_seed(self.seed)
-        return StatefulDataLoader(
-            rows,
-            batch_size=self.batch_size,
-            shuffle=True,
-            drop_last=len(rows) >= self.batch_size,
-            collate_fn=pad,
-            generator=generator,
-        )
+        return shuffled(rows, batch_size=self.batch_size, collate=pad, seed=self.seed, epoch=epoch_of(self))
 
     def val_dataloader(self) -> StatefulDataLoader:
         return StatefulDataLoader(self._rows[: self.validation], batch_size=self.batch_size, collate_fn=pad)
+
+
+class Shuffle(Sampler[int]):
+    """An order that seed and epoch alone decide: a generator that runs on through the epochs would not be where it was
+    after a resume. Lightning calls `set_epoch`, but after a resume only from the second epoch on."""
+
+    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+        self.size, self.seed, self.epoch = size, seed, epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(prompt_seed(self.seed, f"epoch {self.epoch}"))
+        yield from torch.randperm(self.size, generator=generator).tolist()
+
+
+def epoch_of(module: L.LightningDataModule) -> int:
+    """The epoch that training begins or goes on with."""
+    return module.trainer.current_epoch if module.trainer is not None else 0
+
+
+class _Loader(StatefulDataLoader):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Where an epoch stood. One that was just over is counted as done by Lightning: the next one is a whole one."""
+        if state_dict["_num_yielded"] < len(self):
+            super().load_state_dict(state_dict)
+
+
+def shuffled(
+    rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], seed: int, epoch: int
+) -> StatefulDataLoader:
+    """A training loader in another order each epoch, without a last batch that is not full (if there is a full one)."""
+    return _Loader(
+        rows,
+        batch_size=batch_size,
+        sampler=Shuffle(len(rows), seed=seed, epoch=epoch),
+        drop_last=len(rows) >= batch_size,
+        collate_fn=collate,
+    )
 
 
 def pad(rows: Sequence[Document]) -> Batch:
@@ -182,15 +218,8 @@ class PackedCorpus(L.LightningDataModule):
         self._rows = pack(documents, self.row_length)
 
     def train_dataloader(self) -> StatefulDataLoader:
-        generator = torch.Generator().manual_seed(self.seed)
-        return StatefulDataLoader(
-            self._rows[self.validation :],
-            batch_size=self.batch_size,
-            shuffle=True,
-            drop_last=True,
-            collate_fn=self._collate,
-            generator=generator,
-        )
+        rows = self._rows[self.validation :]
+        return shuffled(rows, batch_size=self.batch_size, collate=self._collate, seed=self.seed, epoch=epoch_of(self))
 
     def val_dataloader(self) -> StatefulDataLoader:
         return StatefulDataLoader(self._rows[: self.validation], batch_size=self.batch_size, collate_fn=self._collate)

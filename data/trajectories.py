@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
-from data.module import Conversations
+from data.module import Conversations, epoch_of, shuffled
 from data.prompts import PromptSource
 from data.regenerate import prompt_seed, settings_key
 from dspec.atomic import atomic_file, write_json
@@ -255,13 +255,8 @@ class Trajectories(Conversations):
         return Sample(sample.prompt, sample.response[: kept * self.block_size], sample.blocks[:kept])
 
     def train_dataloader(self) -> StatefulDataLoader:
-        return StatefulDataLoader(
-            self._packed,
-            batch_size=self.batch_size,
-            shuffle=True,
-            drop_last=len(self._packed) >= self.batch_size,
-            collate_fn=packed_batch,
-            generator=torch.Generator().manual_seed(self.seed),
+        return shuffled(
+            self._packed, batch_size=self.batch_size, collate=packed_batch, seed=self.seed, epoch=epoch_of(self)
         )
 
     def val_dataloader(self) -> StatefulDataLoader:

@@ -17,7 +17,7 @@ from dspec.models.target import embedded_target
 from dspec.train import main
 
 SMALL = [
-    "data.source.train={problems: 24, functions: 12}",
+    "data.source.train={problems: 16, functions: 8, stories: 0}",
     "data.source.calibration={problems: 6, functions: 2}",
     "data.regeneration.max_new_tokens=64",
     "data.validation=4",

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
-from data.module import Conversations, PackedCorpus, pack, packed_batch, pad
+from data.module import Conversations, PackedCorpus, epoch_of, pack, packed_batch, pad, shuffled
 from data.prompts import EmbeddedPrompts, JsonlPrompts
 from dspec.errors import UserError
 from dspec.models.target import Target, embedded_target
@@ -148,3 +150,43 @@ def test_response_ids_end_the_turn(target: Target) -> None:
     ids = response_ids(target.tokenizer, "    return x")
     assert ids[-1] == target.tokenizer.eos_token_id
     assert target.tokenizer.decode(ids[:-1]) == "    return x"
+
+
+class Recorder(L.LightningModule):
+    """Keeps the batches that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
+
+    def training_step(self, batch: list[int], _: int) -> torch.Tensor:
+        self.seen.append(batch)
+        return self.weight * 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Numbers(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return shuffled(range(9), batch_size=2, collate=list, seed=0, epoch=epoch_of(self))
+
+
+def fit(folder: Path, *, steps: int, resume: Path | None) -> list[list[int]]:
+    """The batches of a run of `steps`, a checkpoint after each one."""
+    recorder = Recorder()
+    every = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_steps=steps, max_epochs=-1, accelerator="cpu", callbacks=[every], **quiet)
+    trainer.fit(recorder, datamodule=Numbers(), ckpt_path=resume)
+    return recorder.seen
+
+
+def test_a_run_resumed_anywhere_sees_the_batches_of_the_unbroken_one(tmp_path: Path) -> None:
+    """Mid-epoch, at an epoch's end, and in later epochs."""
+    whole = fit(tmp_path / "whole", steps=11, resume=None)
+    assert all(len({row for batch in whole[i : i + 4] for row in batch}) == 8 for i in (0, 4))
+    assert len({tuple(map(tuple, whole[i : i + 3])) for i in (0, 4, 8)}) == 3  # another order each epoch
+    for cut in range(1, 11):
+        (checkpoint,) = (tmp_path / "whole").glob(f"step={cut}.ckpt")
+        assert fit(tmp_path / f"from {cut}", steps=11, resume=checkpoint) == whole[cut:], cut
