@@ -28,6 +28,14 @@ def hamming(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
     return _wrong(states_NKn, clean_Nn, length_N).sum(-1) / length_N[:, None]
 
 
+def depth(state_Nn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
+    """Tokens [N, n] that lie between a block's first wrong one and each: 0 up to the wrong one, then 1, 2, ..."""
+    wrong_Nn = _wrong(state_Nn[:, None], clean_Nn, length_N)[:, 0]
+    slot_n = torch.arange(clean_Nn.shape[-1], device=clean_Nn.device)
+    first_N = torch.where(wrong_Nn.any(-1), wrong_Nn.long().argmax(-1), len(slot_n))
+    return (slot_n - first_N[:, None]).clamp(min=0)
+
+
 def _inside(clean_Nn: Tensor, length_N: Tensor) -> Tensor:
     return torch.arange(clean_Nn.shape[-1], device=clean_Nn.device) < length_N[:, None]
 

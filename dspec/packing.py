@@ -52,20 +52,27 @@ class TrajectoryBatch(Batch):
         moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
         return TrajectoryBatch(**moved)
 
+    def states(self, chosen_N: Tensor) -> Tensor:
+        """Tokens [N, n] of state chosen_N[i] of each block i."""
+        return self.states_NKn[torch.arange(len(chosen_N), device=chosen_N.device), chosen_N]
+
     @property
     def fixed_points(self) -> Tensor:
         """Each block's fixed point: its last state."""
-        return self.states_NKn[torch.arange(len(self.count_N), device=self.count_N.device), self.count_N - 1]
+        return self.states(self.count_N - 1)
+
+    def spread(self, value_Nn: Tensor, onto_BL: Tensor) -> Tensor:
+        """A copy of `onto_BL` with a value a block's token at the places of the noisy copies."""
+        slot_n = torch.arange(value_Nn.shape[1], device=value_Nn.device)
+        inside = slot_n < self.length_N[:, None]
+        spread_BL = onto_BL.clone()
+        row, place = self.row_N[:, None].expand_as(inside)[inside], (self.place_N[:, None] + slot_n)[inside]
+        spread_BL[row, place] = value_Nn[inside]
+        return spread_BL
 
     def noised(self, chosen_N: Tensor) -> Tensor:
         """ids_BL with state chosen_N[i] in the noisy copy of block i."""
-        blocks = torch.arange(len(chosen_N), device=chosen_N.device)
-        state_Nn = self.states_NKn[blocks, chosen_N]
-        slot_n = torch.arange(state_Nn.shape[1], device=chosen_N.device)
-        inside = slot_n < self.length_N[:, None]
-        ids = self.ids_BL.clone()
-        ids[self.row_N[:, None].expand_as(inside)[inside], (self.place_N[:, None] + slot_n)[inside]] = state_Nn[inside]
-        return ids
+        return self.spread(self.states(chosen_N), self.ids_BL)
 
 
 def pack(samples: Sequence[Sample], *, row_length: int) -> list[list[Sample]]:

@@ -30,6 +30,8 @@ def test_ratios(seed: int) -> None:
             first = wrong.index(True) if any(wrong) else n
             assert float(suffix[i, k]) == pytest.approx((n - first) / n)
             assert float(hamming[i, k]) == pytest.approx(sum(wrong) / n)
+            behind = noise.depth(states[:, k], clean, length)[i, :n].tolist()
+            assert behind == [max(0, t - first) for t in range(n)]
     assert not torch.equal(suffix, hamming)
 
 

@@ -6,7 +6,8 @@ place: at place t both predict token t + 1, so a block's last place predicts the
 copies see the same text the KL of the same pass is zero, value and gradient, so no place needs to be left out but a
 response's last one, behind which there is nothing. L_AR runs over the clean copies, which are a plain causal text.
 Departures: lambda, temperature, weights and what the sums are divided by are parameters (the released code fixes 10
-on L_AR, divides L_pc twice and trains on prompts). CLLM is window 1, no schedule.
+on L_AR, divides L_pc twice and trains on prompts); `decay` lets the KL count less behind a block's first wrong token,
+since decoding accepts tokens from the left; `share` keeps part of what training changed. CLLM is window 1, no schedule.
 
 Legend: B = rows, L = places, P = chosen places, D = width, V = vocabulary, N = blocks.
 """
@@ -25,7 +26,7 @@ from dspec.errors import UserError
 from dspec.losses import chunked_sum, consistency_loss, token_loss
 from dspec.method import LossOutput
 from dspec.models.target import Target
-from dspec.noise import Distance, Schedule
+from dspec.noise import Distance, Schedule, depth
 from dspec.packing import TrajectoryBatch
 from dspec.teachers import Teacher
 
@@ -60,21 +61,35 @@ class Tuning(Protocol):
 
 
 class Full:
-    """All weights."""
+    """All weights; what is kept are the old ones plus a share of the change.
+
+    Source: WiSE-FT (arXiv 2109.01903), the line between the weights before and after training.
+    """
+
+    def __init__(self, *, share: float) -> None:
+        """`share` in (0, 1]; 1 keeps the whole change."""
+        self.share = _share(share)
+        self._before: dict[str, Tensor] = {}
 
     def prepare(self, target: Target) -> None:
         target.model.requires_grad_(True)
+        if self.share < 1:
+            self._before = {name: p.detach().clone() for name, p in target.model.named_parameters()}
 
+    @torch.no_grad()
     def merge(self, target: Target) -> None:
-        pass
+        for name, before in self._before.items():
+            parameter = target.model.get_parameter(name)
+            parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.share))
+        self._before = {}
 
 
 class LoRA:
-    """Low-rank adapters (peft) beside linear layers; merged into the weights when training is done."""
+    """Low-rank adapters (peft) beside linear layers; a share of them is merged into the weights at the end."""
 
-    def __init__(self, *, rank: int, alpha: int, modules: str) -> None:
-        """`modules` is a pattern of layer names, or "all-linear"."""
-        self.rank, self.alpha, self.modules = rank, alpha, modules
+    def __init__(self, *, rank: int, alpha: int, modules: str, share: float) -> None:
+        """`modules` is a pattern of layer names, or "all-linear"; `share` as for Full."""
+        self.rank, self.alpha, self.modules, self.share = rank, alpha, modules, _share(share)
 
     def prepare(self, target: Target) -> None:
         try:
@@ -89,9 +104,16 @@ class LoRA:
 
         for name, layer in list(target.model.named_modules()):
             if isinstance(layer, BaseTunerLayer):
+                layer.scale_layer(self.share)
                 layer.merge()
                 parent, _, child = name.rpartition(".")
                 setattr(target.model.get_submodule(parent), child, layer.get_base_layer())
+
+
+def _share(share: float) -> float:
+    if not 0 < share <= 1:
+        raise UserError(f"method.tuning.share={share} of the change must be above 0 and at most 1")
+    return share
 
 
 class JacobiForcing(nn.Module):
@@ -111,18 +133,22 @@ class JacobiForcing(nn.Module):
         ar_weight: float,
         ar_on_prompt: bool,
         temperature: float,
+        decay: float | None,
         chunk_size: int,
     ) -> None:
-        """`window` is the mask's (None: all earlier blocks noisy, 1: all clean), the schedule has its own."""
+        """`window` is the mask's (None: all earlier blocks noisy, 1: all clean), the schedule has its own. A place d
+        tokens behind its block's first wrong one counts exp(-d / decay) in the KL (None: all alike)."""
         super().__init__()
         if window is not None and window < 1:
             raise UserError(f"method.window={window} must be at least 1 block (null: no border)")
         if temperature <= 0:
             raise UserError(f"method.temperature={temperature} must be above 0")
+        if decay is not None and decay <= 0:
+            raise UserError(f"method.decay={decay} must be above 0 tokens (null: all places count alike)")
         self.target, self.schedule, self.distance, self.window = target, schedule, distance, window
         self.teacher, self.tuning, self.normalisation = teacher, tuning, normalisation
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt
-        self.temperature, self.chunk_size = temperature, chunk_size
+        self.temperature, self.decay, self.chunk_size = temperature, decay, chunk_size
         tuning.prepare(target)
         teacher.bind(target)
 
@@ -154,6 +180,9 @@ class JacobiForcing(nn.Module):
         hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
         teacher, teacher_head = self.teacher(self.target, ids_BL, positions_BL=positions, mask=mask, student_BLD=hidden)
         weight_BL, total = self.normalisation(batch)
+        if self.decay is not None:
+            behind_Nn = depth(batch.states(chosen_N), batch.fixed_points, batch.length_N).to(weight_BL)
+            weight_BL = weight_BL * batch.spread(torch.exp(-behind_Nn / self.decay), torch.ones_like(weight_BL))
         kl_sum, kl = self._consistency(batch, hidden, teacher, teacher_head, weight_BL)
         ce_sum, ce = self._next_token(batch, ids_BL, hidden)
         count = torch.tensor(float(len(kl)), device=kl.device)

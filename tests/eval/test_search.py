@@ -89,6 +89,24 @@ def test_points(toys: SimpleNamespace) -> None:
     assert next(iter(show(points, ROOF).columns[0].cells)).startswith("n=4")  # the fastest first
 
 
+def test_verdict_near_the_knee() -> None:
+    """The knee of ROOF is at 5 FLOP/byte: 2.5 to 10 is near."""
+
+    def made(candidates: int, speed: float, intensity: float) -> dict[str, Any]:
+        plan = {"block_size": 4, "blocks": 1, "activation": 1.0, "candidates": candidates}
+        return {"plan": plan, "tokens_per_second": speed, "tpf": 2.0, "intensity": intensity}
+
+    serial = made(0, 10, 0.5) | {"plan": None}
+    points = [serial, made(1, 30, 2.4), made(2, 15, 9.9), made(3, 20, 2.6), made(4, 25, 10.1)]
+    first, second = verdict(points, ROOF).splitlines()
+    assert first.startswith("fastest: n=4 K=1 candidates=1")
+    assert second.startswith("fastest near the knee: n=4 K=1 candidates=3")
+    assert "2.00x" in second
+    assert "0.52 of the knee" in second
+    _, second = verdict([serial, points[1], points[4]], ROOF).splitlines()
+    assert second.startswith("none is near the knee; the nearest: n=4 K=1 candidates=4")
+
+
 def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["search.block_sizes=[8]", "search.candidates=[0,2]", "search.blocks=[1]", "search.stream_mb=4"]
     args = ["recipe=sweeps/jacobi_config", "target=tiny", "limit=1", "search.matrix=64", *small]

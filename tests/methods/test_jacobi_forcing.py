@@ -1,5 +1,6 @@
 """Jacobi Forcing: packing, the shift of labels and twins, the loss against plain forward passes, and each option."""
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -45,8 +46,8 @@ def chosen_states(batch: TrajectoryBatch, seed: int) -> Tensor:
 def method(of: Any, **changes: Any) -> JacobiForcing:
     settings: dict[str, Any] = {
         "schedule": noise.Random(window=3), "distance": noise.divergent_suffix, "window": None, "teacher": SamePass(),
-        "tuning": Full(), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
-        "ar_on_prompt": False, "temperature": 1.0, "chunk_size": 7,
+        "tuning": Full(share=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
+        "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_size": 7,
     }  # fmt: skip
     return JacobiForcing(target=of, **(settings | changes))
 
@@ -138,7 +139,9 @@ def test_noisy_states_are_those_of_decoding(toys: SimpleNamespace, seed: int, wi
         torch.testing.assert_close(got[row, place : place + n], plain, **EXACT)
 
 
-def naive(of: Any, own: list[Sample], chosen: list[list[int]], *, window: int | None, temperature: float) -> dict:
+def naive(
+    of: Any, own: list[Sample], chosen: list[list[int]], *, window: int | None, temperature: float, decay: float
+) -> dict:
     """Sums over samples of KL and CE, sample by sample and token by token, from plain causal passes."""
     kl, kl_mean, ce, ce_prompt = (torch.zeros((), dtype=torch.float64) for _ in range(4))
 
@@ -160,20 +163,24 @@ def naive(of: Any, own: list[Sample], chosen: list[list[int]], *, window: int | 
             for b in range(j):
                 text += member.blocks[b][states[b] if b >= begin else -1]
             noisy = laws([*text, *member.blocks[j][k]])
+            wrong = [a != b for a, b in zip(member.blocks[j][k], member.blocks[j][-1], strict=True)]
             for slot in range(len(member.blocks[j][k])):
+                behind = max(0, slot - wrong.index(True)) if any(wrong) else 0
                 if at < T - 1:  # behind a response's last token there is nothing to predict
                     p = (clean[P + at] / temperature).log_softmax(-1).detach()
                     q = (noisy[P + at] / temperature).log_softmax(-1)
-                    sums = sums + (p.exp() * (p - q)).sum()
+                    sums = sums + math.exp(-behind / decay) * (p.exp() * (p - q)).sum()
                 at += 1
-                assert slot < len(member.blocks[j][k])
         kl, kl_mean = kl + sums, kl_mean + sums / len(states)
     return {"kl": kl, "kl_mean": kl_mean, "ce": ce, "ce_prompt": ce_prompt}
 
 
+@pytest.mark.parametrize("decay", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_loss_and_gradient_equal_the_naive_ones(toys: SimpleNamespace, seed: int, window: int | None) -> None:
+def test_loss_and_gradient_equal_the_naive_ones(
+    toys: SimpleNamespace, seed: int, window: int | None, decay: float | None
+) -> None:
     """The shift included: place t of either copy predicts token t + 1, over block borders, up to the last token."""
     target = toys.target(toys.FAMILIES[seed], seed=seed)
     own = samples(seed + 20, 4)
@@ -181,10 +188,11 @@ def test_loss_and_gradient_equal_the_naive_ones(toys: SimpleNamespace, seed: int
     batch, flat = packed_batch(rows), [s for row in rows for s in row]
     chosen = chosen_states(batch, seed)
     split = torch.split(chosen, [len(s.blocks) for s in flat])
-    settings = {"window": window, "consistency_weight": 0.7, "ar_weight": 0.3, "temperature": 1.5}
+    settings = {"window": window, "consistency_weight": 0.7, "ar_weight": 0.3, "temperature": 1.5, "decay": decay}
     own_method = method(target, **settings)
     result = own_method.loss_at(batch, chosen)
-    expected = naive(target, flat, [c.tolist() for c in split], window=window, temperature=1.5)
+    states = [c.tolist() for c in split]
+    expected = naive(target, flat, states, window=window, temperature=1.5, decay=decay or math.inf)
     parameters = list(target.model.parameters())
     total = 0.7 * expected["kl"] + 0.3 * expected["ce"]
     torch.testing.assert_close(result.loss_sum, total, rtol=0, atol=1e-9)
@@ -265,6 +273,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
         {"ar_weight": 0.5},
         {"ar_on_prompt": True},
         {"temperature": 2.0},
+        {"decay": 1.0},
     ],
     ids=", ".join,
 )
@@ -287,28 +296,59 @@ def test_noise_metric_follows_the_schedule(toys: SimpleNamespace) -> None:
     assert 0.2 < float(drawn[0] / drawn[1]) < 0.6
 
 
-def test_lora_trains_adapters_alone_and_merges_exactly(toys: SimpleNamespace, tmp_path) -> None:
-    target = toys.target(seed=7)
-    frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = LoRA(rank=2, alpha=4, modules="all-linear")
-    own = method(target, tuning=tuning)
-    trained = {name for name, p in own.named_parameters() if p.requires_grad}
-    assert trained
-    assert all("lora_" in name for name in trained)
-    assert sum(p.numel() for p in own.parameters() if p.requires_grad) < sum(p.numel() for p in frozen.values())
+def trained_a_little(own: JacobiForcing) -> None:
     batch = packed_batch(pack(samples(7), row_length=60))
-    ids = torch.tensor([[1, 2, 3, 4]])
-    before = target(ids).hidden_BLD
     optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=1.0)
     for _ in range(2):
         optimizer.zero_grad()
         own.loss(batch, generator=generator()).loss_sum.backward()
         optimizer.step()
+
+
+def test_lora_trains_adapters_alone_and_merges_exactly(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=7)
+    frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
+    tuning = LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)
+    own = method(target, tuning=tuning)
+    trained = {name for name, p in own.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert sum(p.numel() for p in own.parameters() if p.requires_grad) < sum(p.numel() for p in frozen.values())
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = target(ids).hidden_BLD
+    trained_a_little(own)
     tuned = target(ids).hidden_BLD
     assert not torch.allclose(tuned, before)
     tuning.merge(target)
     torch.testing.assert_close(target(ids).hidden_BLD, tuned, **EXACT)
     assert {name for name, _ in target.named_parameters()} == frozen.keys()  # a plain model again
+
+
+def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
+    changes = []
+    for share in (1.0, 0.25):
+        target = toys.target(seed=7)
+        tuning = LoRA(rank=2, alpha=4, modules="all-linear", share=share)
+        before = target.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+        torch.manual_seed(0)  # the adapters' start
+        trained_a_little(method(target, tuning=tuning))
+        tuning.merge(target)
+        changes.append(target.model.model.layers[0].mlp.up_proj.weight.detach() - before)
+    assert float(changes[0].abs().max()) > 0
+    torch.testing.assert_close(changes[1], 0.25 * changes[0], **EXACT)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_a_share_of_the_change_is_kept(toys: SimpleNamespace, share: float) -> None:
+    target = toys.target(seed=7, tie=True)
+    before = {name: p.detach().clone() for name, p in target.named_parameters()}
+    tuning = Full(share=share)
+    trained_a_little(method(target, tuning=tuning))
+    after = {name: p.detach().clone() for name, p in target.named_parameters()}
+    assert all(not torch.equal(before[name], p) for name, p in after.items())
+    tuning.merge(target)
+    for name, p in target.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] + share * (after[name] - before[name]), **EXACT)
 
 
 def test_full_tuning_trains_all(toys: SimpleNamespace) -> None:
@@ -317,9 +357,18 @@ def test_full_tuning_trains_all(toys: SimpleNamespace) -> None:
 
 def test_refusals(toys: SimpleNamespace) -> None:
     target = toys.target()
-    for changes, message in (({"window": 0}, "method.window"), ({"temperature": 0.0}, "method.temperature")):
+    for changes, message in (
+        ({"window": 0}, "method.window"),
+        ({"temperature": 0.0}, "method.temperature"),
+        ({"decay": 0.0}, "method.decay"),
+    ):
         with pytest.raises(UserError, match=message):
             method(target, **changes)
+    for share in (0.0, 1.5):
+        with pytest.raises(UserError, match="share"):
+            Full(share=share)
+        with pytest.raises(UserError, match="share"):
+            LoRA(rank=1, alpha=1, modules="all-linear", share=share)
     plain = Batch(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="recipe=jacobi_forcing"):
         method(target).loss(plain, generator=generator())  # type: ignore[arg-type]
