@@ -1,7 +1,7 @@
 """The noise schedules side by side, as the paper's table has them: accuracy and passes a token.
 
     python -m dspec.train -m recipe=jacobi_forcing \
-        method/schedule=random,progressive,reverse method.window=null method/teacher=same_pass
+        method/schedule=random,progressive,reverse method.window=null
     python -m eval.ablation runs/sweep/<time>/*/
 
 Reads results.json of each run; quality and passes are pooled over the benchmarks' prompts, under one decoder.

@@ -100,10 +100,10 @@ class LoRA:
         inject_adapter_in_model(config, target.model)
 
     def merge(self, target: Target) -> None:
-        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.tuners.lora import LoraLayer
 
         for name, layer in list(target.model.named_modules()):
-            if isinstance(layer, BaseTunerLayer):
+            if isinstance(layer, LoraLayer):
                 layer.scale_layer(self.share)
                 layer.merge()
                 parent, _, child = name.rpartition(".")
