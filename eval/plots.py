@@ -74,11 +74,20 @@ def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
         _save(figure, path)
 
 
-def plot_roofline(points: Mapping[str, tuple[float, float]], *, bandwidth: float, flops: float, path: Path) -> None:
-    """Measured passes, one (FLOP a byte, FLOP a second) a label, under what the device can do at most."""
-    _check({label: list(point) for label, point in points.items()}, length=2)
+def plot_roofline(
+    groups: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    notes: Mapping[str, tuple[float, float]],
+    bandwidth: float,
+    flops: float,
+    path: Path,
+) -> None:
+    """Measured passes (FLOP a byte, FLOP a second), a colour a group, under what the device can do at most; `notes`
+    are written beside their points."""
+    points = [point for group in groups.values() for point in group]
+    _check({str(i): list(point) for i, point in enumerate(points)}, length=2)
     knee = flops / bandwidth
-    lowest, highest = (edge(x for x, _ in points.values()) for edge in (min, max))
+    lowest, highest = (edge(x for x, _ in points) for edge in (min, max))
     left, right = min(lowest, knee) / 2, max(highest, knee) * 2
     with rc_context(_STYLE):
         figure = _figure(9.0, 5.0)
@@ -86,11 +95,14 @@ def plot_roofline(points: Mapping[str, tuple[float, float]], *, bandwidth: float
         axes.plot([left, knee, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
         axes.axvline(knee, color="#999999", ls=":", lw=1.0)
         axes.annotate(f"knee: {knee:.1f} FLOP/byte", (knee, flops), xytext=(4, 6), textcoords="offset points")
-        for (label, (x, y)), (colour, _, marker) in zip(points.items(), _looks(), strict=False):
-            axes.plot([x], [y], color=colour, marker=marker, ls="", ms=6)
-            axes.annotate(label, (x, y), xytext=(5, -3), textcoords="offset points", fontsize=6)
+        for (label, group), (colour, _, marker) in zip(groups.items(), _looks(), strict=False):
+            axes.plot(*zip(*group, strict=True), color=colour, marker=marker, ls="", ms=6, label=label)
+        for (note, point), height in zip(notes.items(), (-42, -84), strict=False):
+            arrow = {"arrowstyle": "-", "color": "#666666", "lw": 0.8}
+            axes.annotate(note, point, xytext=(24, height), textcoords="offset points", fontsize=8, arrowprops=arrow)
         axes.set(title="Passes of each configuration under the measured roofline", xscale="log", yscale="log")
         axes.set(xlabel="FLOP per byte read", ylabel="FLOP per second", xlim=(left, right))
+        axes.legend(loc="upper left")
         _save(figure, path)
 
 

@@ -152,28 +152,31 @@ def show(points: Sequence[Point], roofline: Roofline) -> Table:
     return table
 
 
-def verdict(points: Sequence[Point], roofline: Roofline) -> str:
-    """The fastest configuration, and the fastest of those near the knee (within a factor of `NEAR`)."""
+def picks(points: Sequence[Point], roofline: Roofline) -> dict[str, Point]:
+    """The fastest configuration, and the fastest of those within a factor of `NEAR` of the knee, by what they are."""
     own = [p for p in points if p["plan"] is not None]
     near = [p for p in own if _from_knee(p, roofline) <= math.log(NEAR)]
+    found = {"fastest": _fastest(own)}
     if near:
-        second = f"fastest near the knee: {_best(near, points[0], roofline)}"
-    else:
-        nearest = min(own, key=lambda p: _from_knee(p, roofline))
-        second = f"none is near the knee; the nearest: {_best([nearest], points[0], roofline)}"
-    return f"fastest: {_best(own, points[0], roofline)}\n{second}"
+        return found | {"fastest near the knee": _fastest(near)}
+    return found | {"none is near the knee; the nearest": min(own, key=lambda p: _from_knee(p, roofline))}
+
+
+def _fastest(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda p: p["tokens_per_second"])
 
 
 def _from_knee(point: Point, roofline: Roofline) -> float:
     return abs(math.log(point["intensity"] / roofline.knee))
 
 
-def _best(points: Sequence[Point], serial: Point, roofline: Roofline) -> str:
-    best = max(points, key=lambda p: p["tokens_per_second"])
-    ratio = best["tokens_per_second"] / serial["tokens_per_second"]
-    return (
-        f"{name(best['plan'])}, {best['tpf']:.2f} tokens a pass, {ratio:.2f}x plain AR's tokens a second; "
-        f"its passes stand at {best['intensity'] / roofline.knee:.2f} of the knee's FLOP/byte"
+def verdict(points: Sequence[Point], roofline: Roofline) -> str:
+    """A line a pick."""
+    return "\n".join(
+        f"{role}: {name(p['plan'])}, {p['tpf']:.2f} tokens a pass, "
+        f"{p['tokens_per_second'] / points[0]['tokens_per_second']:.2f}x plain AR's tokens a second; "
+        f"its passes stand at {p['intensity'] / roofline.knee:.2f} of the knee's FLOP/byte"
+        for role, p in picks(points, roofline).items()
     )
 
 
@@ -202,8 +205,15 @@ def search(cfg: DictConfig) -> None:
     )
     measured = asdict(roofline) | {"knee": roofline.knee}
     write_json(run_dir / "search.json", {"run": run, "roofline": measured, "points": points})
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for p in points:
+        group = "AR" if p["plan"] is None else f"n={p['plan']['block_size']}"
+        groups.setdefault(group, []).append((p["intensity"], p["flops"]))
     plot_roofline(
-        {name(p["plan"]): (p["intensity"], p["flops"]) for p in points},
+        groups,
+        notes={
+            f"{role}: {name(p['plan'])}": (p["intensity"], p["flops"]) for role, p in picks(points, roofline).items()
+        },
         bandwidth=roofline.bandwidth,
         flops=roofline.flops,
         path=run_dir / "plots" / "roofline.png",
