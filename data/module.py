@@ -50,6 +50,7 @@ class Conversations(L.LightningDataModule):
         self.regeneration = regeneration
         self.cache_dir = Path(cache_dir).expanduser()
         self.batch_size, self.max_length, self.validation, self.seed = batch_size, max_length, validation, seed
+        self._target_sha256 = fingerprint(target.model)  # now: a method may add adapters to it
         self._rows: list[Document] = []
         if target.tokenizer is None or target.tokenizer.chat_template is None:
             raise UserError(f"target {target.name!r} has no chat template; take an instruction-tuned target")
@@ -67,7 +68,7 @@ class Conversations(L.LightningDataModule):
         """What the regenerated responses depend on besides the prompts."""
         return {
             "target": self.target.name,
-            "target_sha256": fingerprint(self.target.model),
+            "target_sha256": self._target_sha256,
             "prompt_policy": self.prompt_policy,
             "regeneration": dict(self.regeneration or {}),
             "dtype": str(self.target.dtype),

@@ -23,6 +23,7 @@ from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
+from dspec.methods.jacobi_forcing import LoRA
 from dspec.models.target import Target, embedded_target
 from dspec.packing import Sample
 
@@ -233,6 +234,15 @@ def test_bad_input_gets_one_line(target: Target, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(bare.model.generation_config, "eos_token_id", None)
     with pytest.raises(UserError, match="no end-of-text token"):
         module(bare, tmp_path).samples()
+
+
+def test_adapters_do_not_change_the_key(tmp_path: Path) -> None:
+    """`data.collect` ahead of training has no adapters yet; training with LoRA finds what it wrote."""
+    base = embedded_target(dtype="float32", device="cpu")
+    data = module(base, tmp_path)
+    before = data.folder
+    LoRA(rank=2, alpha=4, modules="all-linear", share=1.0).prepare(base)
+    assert data.folder == before
 
 
 def test_statistics_by_hand() -> None:
