@@ -4,12 +4,16 @@ Traces come from true speculative decoding at the sampling the temperatures are 
 acceptance is another event than 1 - TV). The fitting itself is dspec/calibration.py.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import track
 
+from dspec.atomic import write_json
 from dspec.calibration import Calibration, Traces, calibration_report, cross_validated_gain, fit_sts, temperature_grid
 from dspec.decoding.base import Generation
 from dspec.decoding.proposers import DraftProposer
@@ -18,6 +22,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.target import Target
+from dspec.provenance import fingerprint
 
 
 class CalibrateSTS:
@@ -56,10 +61,39 @@ class CalibrateSTS:
             raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=none")
 
     def __call__(
-        self, *, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
+        self,
+        *,
+        target: Target,
+        draft: Draft,
+        prompts: Sequence[list[int]],
+        stop_ids: Sequence[int],
+        artefact: Path | None = None,
     ) -> dict[str, Any]:
-        """Sets `draft.calibration` and returns the report. Raises UserError when there are too few prompts."""
+        """Sets `draft.calibration` and returns the report. Raises UserError when there are too few prompts.
+
+        `artefact` is a JSON file in which the outcome is kept, and from which it is taken if it was found for the same
+        weights, prompts and settings.
+        """
         self.check(draft)
+        key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None
+        if artefact is not None and (kept := _kept(artefact, key)) is not None:
+            draft.calibration = Calibration.from_dict(kept["calibration"])
+            return dict(kept["report"])
+        report = self._fit(target, draft, prompts, stop_ids)
+        if artefact is not None and draft.calibration is not None:
+            write_json(artefact, {"key": key, "calibration": draft.calibration.to_dict(), "report": report})
+        return report
+
+    def _key(self, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]) -> str:
+        """A digest of all that the outcome depends on."""
+        settings = {name: value for name, value in vars(self).items() if name not in ("sampling", "grid")}
+        settings |= {"sampling": self.sampling.to_dict(), "grid": self.grid.tolist(), "stop_ids": list(stop_ids)}
+        weights = [fingerprint(target.model), fingerprint(draft)]
+        return hashlib.sha256(json.dumps([settings, weights, list(prompts)]).encode()).hexdigest()[:16]
+
+    def _fit(
+        self, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
+    ) -> dict[str, Any]:
         fits = round(len(prompts) * self.fit_share)
         if not self.folds <= fits < len(prompts):
             raise UserError(
@@ -89,6 +123,14 @@ class CalibrateSTS:
             "rounds": {"fit": len(fit.valid_N), "report": len(report.valid_N)},
             **calibration_report(report, temperatures, bins=self.bins),
         }
+
+
+def _kept(path: Path, key: str | None) -> dict[str, Any] | None:
+    """What `path` holds, if it was found under the same key."""
+    if not path.is_file():
+        return None
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept if kept["key"] == key else None
 
 
 def gather(generations: Sequence[Generation]) -> tuple[Traces, torch.Tensor]:

@@ -22,6 +22,7 @@ from dspec.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+_STARTED = "DSPEC_STARTED"
 
 
 def register() -> None:
@@ -39,7 +40,32 @@ def register() -> None:
 
 def _run_dir(resume: str | None, recipe: str | None) -> str:
     """The run folder: that of the run to resume, or runs/<recipe>/<time>."""
-    return resume or f"runs/{recipe or 'custom'}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return resume or f"runs/{recipe or 'custom'}/{started()}"
+
+
+def started() -> str:
+    """When this run began, one answer for all its ranks: they share a run folder that is named by it.
+
+    A rank that Lightning starts inherits it. Under torchrun rank 0 tells the others through the agent's store.
+    """
+    if _STARTED not in os.environ:
+        os.environ[_STARTED] = _agreed(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    return os.environ[_STARTED]
+
+
+def _agreed(own: str) -> str:
+    """`own` of rank 0. Raises UserError where ranks were started one by one and share no store."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return own
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError("these ranks do not know each other's run folder: say hydra.run.dir=<folder> on each of them")
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"{_STARTED}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    if os.environ["RANK"] == "0":
+        store.set(key, own)
+    return str(store.get(key).decode())
 
 
 def _keys(base: str) -> set[str]:
@@ -126,6 +152,8 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
         def main() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra lets exceptions through to the handler below
             warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
+            if "LOCAL_RANK" not in os.environ:  # a rank is of the run that started it
+                os.environ.pop(_STARTED, None)
             with one_line_errors():
                 register()
                 _check_resume(sys.argv[1:])

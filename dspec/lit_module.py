@@ -1,7 +1,7 @@
 """The one LightningModule: any Method, one optimizer, a warm-up and cosine schedule, sums pooled over ranks.
 
-It knows neither the method's inside nor where data comes from. Randomness of a step comes from a generator seeded by
-(seed, rank, batch number), so a resumed run draws what an unbroken one draws.
+Randomness of a row comes from a generator seeded by (seed, batch number, the row's place in the batch of all ranks
+together), so a resumed run draws what an unbroken one draws, and several ranks what one would.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,6 +19,18 @@ from dspec.method import Batch, LossOutput, Method, Metrics
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+def ratios(metrics: Metrics) -> dict[str, Tensor]:
+    """Each metric's sum over its count; one with an entry a slot becomes name_0, name_1, ..."""
+    values: dict[str, Tensor] = {}
+    for name, (total, count) in metrics.items():
+        ratio = total / count.clamp(min=1e-6)
+        values |= {name: ratio} if ratio.dim() == 0 else {f"{name}_{k}": r for k, r in enumerate(ratio)}
+    if "accept_0" in values:  # tau if every slot were drawn from its law: 1 + sum of cumulative products
+        slots = torch.stack([v for name, v in values.items() if name.startswith("accept_")])
+        values["expected_tau"] = 1 + slots.cumprod(0).sum()
+    return values
+
+
 def step_seed(*parts: int) -> int:
     """A well-mixed 64-bit seed from several numbers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
@@ -33,10 +45,15 @@ class LitModule(L.LightningModule):
         self.method = method
         self.optimizer_factory, self.warmup, self.cycles, self.seed = optimizer, warmup, cycles, seed
         self.batches_seen = 0
+        self._validation: dict[str, tuple[Tensor, Tensor]] = {}
+        # DDP would send them from rank 0 in every step; they are the same on all ranks (a teacher's copies of weights)
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
     def _loss(self, batch: Batch, *seed: int) -> LossOutput:
-        generator = torch.Generator().manual_seed(step_seed(self.seed, self.global_rank, *seed))
-        return self.method.loss(batch, generator=generator)
+        rows = len(batch.ids_BL)
+        first = self.global_rank * rows
+        seeds = (step_seed(self.seed, *seed, first + row) for row in range(rows))
+        return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 
     def _pooled(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
@@ -50,32 +67,32 @@ class LitModule(L.LightningModule):
         weight = self._pooled(output.weight).clamp(min=1e-6)
         # DDP averages gradients over ranks: times world_size makes it the gradient of the global ratio
         loss = output.loss_sum * self.trainer.world_size / weight
-        self._log("train", self._pooled(output.loss_sum) / weight, output.metrics)
+        metrics = {"loss": (output.loss_sum, output.weight)} | output.metrics
+        for name, value in ratios({k: self._pooled_pair(v) for k, v in metrics.items()}).items():
+            self.log(f"train/{name}", value, prog_bar=name in ("loss", "accept_0", "expected_tau"), batch_size=1)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         output = self._loss(batch, 2**31, batch_idx)
-        weight = self._pooled(output.weight).clamp(min=1e-6)
-        self._log("val", self._pooled(output.loss_sum) / weight, output.metrics, batch_size=int(weight))
+        for name, pair in ({"loss": (output.loss_sum, output.weight)} | output.metrics).items():
+            total, count = self._pooled_pair(pair)
+            before = self._validation.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
+            self._validation[name] = before[0] + total, before[1] + count
 
-    def _log(self, stage: str, loss: Tensor, metrics: Metrics, batch_size: int = 1) -> None:
-        values: dict[str, Tensor] = {"loss": loss}
-        for name, (total, count) in metrics.items():
-            ratio = self._pooled(total) / self._pooled(count).clamp(min=1e-6)
-            if ratio.dim() == 0:
-                values[name] = ratio
-            else:
-                values |= {f"{name}_{k}": r for k, r in enumerate(ratio)}
-        if "accept_0" in values:  # tau if every slot were drawn from its law: 1 + sum of cumulative products
-            slots = torch.stack([v for name, v in values.items() if name.startswith("accept_")])
-            values["expected_tau"] = 1 + slots.cumprod(0).sum()
-        shown = ("loss", "accept_0", "expected_tau")
-        for name, value in values.items():
-            on_bar = stage == "train" and name in shown
-            self.log(f"{stage}/{name}", value, prog_bar=on_bar, batch_size=batch_size, on_epoch=stage == "val")
+    def on_validation_epoch_end(self) -> None:
+        for name, value in ratios(self._validation).items():
+            self.log(f"val/{name}", value)
+        self._validation = {}
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.method.after_step()
+
+    def _pooled_pair(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._pooled(pair[0]), self._pooled(pair[1])
 
     def configure_optimizers(self) -> Any:
-        parameters = [p for p in self.method.parameters() if p.requires_grad]  # type: ignore[attr-defined]
+        parameters = [p for p in self.method.parameters() if p.requires_grad]
         optimizer = self.optimizer_factory(parameters)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = get_cosine_with_hard_restarts_schedule_with_warmup(

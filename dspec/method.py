@@ -1,10 +1,11 @@
-"""The protocol of a training method: batches in, a weighted loss sum out. It knows no trainer and no config."""
+"""A training method: batches in, a weighted loss sum out. It knows no trainer and no config."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -37,13 +38,27 @@ class Batch:
         return Batch(self.ids_BL.to(device), self.loss_BL.to(device), move(self.document_BL), move(self.positions_BL))  # type: ignore[call-overload]
 
 
-class Method(Protocol):
-    """An nn.Module whose parameters with requires_grad are what is trained and checkpointed."""
+class Method(nn.Module, ABC):
+    """What is trained are its parameters with requires_grad, in float32 at least; checkpoints hold those alone."""
 
-    def loss(self, batch: Batch, *, generator: Generator) -> LossOutput:
-        """The loss of one micro-batch; all randomness comes from `generator`."""
-        ...
+    @abstractmethod
+    def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
+        """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
+        neither on the rows beside it nor on the number of ranks that share them."""
 
+    def after_step(self) -> None:
+        """Called after each optimizer step (a moving average of the weights moves here)."""
+
+    def finish(self) -> None:
+        """Called once when training is over: leaves plain weights, as they are decoded and shipped."""
+
+    @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:
         """Writes the trained component under the run folder and returns where."""
-        ...
+
+
+def float32_masters(module: nn.Module) -> None:
+    """Trained weights in float32 at least: in bfloat16 most steps of 1e-5 are smaller than a weight's last bit."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from dspec.errors import UserError
 
@@ -47,8 +47,9 @@ def _wrong(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
 class Schedule(Protocol):
     """Chooses a state for each block."""
 
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, *, generator: Generator) -> Tensor:
-        """States [N], given the noise ratios of each block's first `count_N` states and its number in the response."""
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        """States [N], given the noise ratios of each block's first `count_N` states, its number in the response, and a
+        uniform in [0, 1) for what is drawn."""
         ...
 
 
@@ -64,7 +65,7 @@ class Progressive:
     def __init__(self, *, window: int) -> None:
         self.window = _window(window)
 
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, *, generator: Generator) -> Tensor:
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return nearest(ratio_NK, count_N, index_N % self.window / self.window)
 
 
@@ -74,7 +75,7 @@ class Reverse:
     def __init__(self, *, window: int) -> None:
         self.window = _window(window)
 
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, *, generator: Generator) -> Tensor:
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return nearest(ratio_NK, count_N, (self.window - 1 - index_N % self.window) / self.window)
 
 
@@ -84,17 +85,15 @@ class Random:
     def __init__(self, *, window: int) -> None:
         self.window = _window(window)
 
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, *, generator: Generator) -> Tensor:
-        drawn = torch.randint(self.window, index_N.shape, generator=generator).to(index_N.device)
-        return nearest(ratio_NK, count_N, drawn / self.window)
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return nearest(ratio_NK, count_N, (uniform_N * self.window).floor() / self.window)
 
 
 class AnyState:
     """A state of the trajectory, all alike: no schedule (CLLM)."""
 
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, *, generator: Generator) -> Tensor:
-        uniform = torch.rand(count_N.shape, generator=generator).to(count_N.device)
-        return (uniform * count_N).long()
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return (uniform_N * count_N).long()
 
 
 def _window(window: int) -> int:

@@ -18,6 +18,10 @@ class Teacher(Protocol):
         """Takes the target as it is when training starts; called once."""
         ...
 
+    def after_step(self, target: Target) -> None:
+        """Called after each optimizer step."""
+        ...
+
     def __call__(
         self, target: Target, ids_BL: Tensor, *, positions_BL: Tensor, mask: Tensor, student_BLD: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -29,6 +33,9 @@ class SamePass(nn.Module):
     """The clean copies of the student's own pass, with the gradient stopped (the paper's theta minus)."""
 
     def bind(self, target: Target) -> None:
+        pass
+
+    def after_step(self, target: Target) -> None:
         pass
 
     def forward(
@@ -49,6 +56,9 @@ class Frozen(nn.Module):
             weight = target.get_parameter(name).detach().clone()
             self.register_buffer(_key(name), weight, persistent=self._in_checkpoint)
 
+    def after_step(self, target: Target) -> None:
+        pass
+
     def _weights(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(_key(name)) for name in self._names}
 
@@ -62,7 +72,7 @@ class Frozen(nn.Module):
 
 
 class Moving(Frozen):
-    """An exponential moving average of the weights, updated before each training pass."""
+    """An exponential moving average of the weights, updated after each optimizer step."""
 
     _in_checkpoint = True
 
@@ -71,16 +81,9 @@ class Moving(Frozen):
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, target: Target) -> None:
+    def after_step(self, target: Target) -> None:
         for name in self._names:
             self.get_buffer(_key(name)).lerp_(target.get_parameter(name).detach(), 1 - self.decay)
-
-    def forward(
-        self, target: Target, ids_BL: Tensor, *, positions_BL: Tensor, mask: Tensor, student_BLD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if student_BLD.requires_grad:  # not in validation
-            self.update(target)
-        return super().forward(target, ids_BL, positions_BL=positions_BL, mask=mask, student_BLD=student_BLD)
 
 
 def _key(name: str) -> str:

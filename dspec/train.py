@@ -3,7 +3,7 @@
     python -m dspec.train recipe=dspark
     python -m dspec.train recipe=dspark resume=runs/dspark/<time>
 
-It wires what the config names and knows no method, data set or benchmark by name.
+Stages: train -> export -> calibrate -> export with temperatures -> evaluate -> report. It wires what the config names.
 """
 
 import logging
@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
@@ -21,10 +22,19 @@ from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
 from dspec.lit_module import LitModule
+from dspec.method import Method
 from dspec.models.draft import Draft
-from dspec.models.target import Target, check_bfloat16
+from dspec.models.target import Target
 from dspec.provenance import provenance
-from dspec.training import AtomicCheckpointIO, History, check_same_config, resume_checkpoint
+from dspec.training import (
+    AtomicCheckpointIO,
+    FinalCheckpoint,
+    History,
+    check_same_config,
+    check_trainer,
+    portable,
+    resume_checkpoint,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +49,7 @@ def quiet() -> None:
 
 
 def train(cfg: DictConfig) -> None:
-    """One run in Hydra's run folder."""
+    """One run in Hydra's run folder; each stage leaves its artefact there before the next one begins."""
     quiet()
     choices = HydraConfig.get().runtime.choices
     run_dir = Path(HydraConfig.get().runtime.output_dir)
@@ -50,49 +60,56 @@ def train(cfg: DictConfig) -> None:
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
     target: Target = instantiate(cfg.target)
+    dtype = target.dtype  # as it is decoded and shipped; in training a method may hold wider weights
     data = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
-    parts = {"target": target} if draft is None else {"target": target, "draft": draft}
-    method = instantiate(cfg.method, **parts)
+    parts: dict[str, Target | Draft] = {"target": target} if draft is None else {"target": target, "draft": draft}
+    method: Method = instantiate(cfg.method, **parts)
     calibrate = instantiate(cfg.calibration)
     contenders, benchmarks = instantiate(cfg.decoder), instantiate(cfg.benchmark)
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
     if calibrate is not None:
         calibrate.check(draft)
     evaluation.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
-    write_json(run_dir / "config.json", plain)
-
     history = History()
     trainer: L.Trainer = instantiate(
         cfg.trainer,
         default_root_dir=str(run_dir),
-        callbacks=[*instantiate(cfg.callbacks).values(), history],
+        callbacks=[*instantiate(cfg.callbacks).values(), history, FinalCheckpoint(run_dir)],
         logger=instantiate(cfg.logger),
         plugins=[AtomicCheckpointIO()],
     )
-    if "bf16" in str(trainer.precision) and trainer.strategy.root_device.type == "cpu":
-        check_bfloat16()
-    module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
+    check_trainer(trainer, method)
+    rank_zero_only(write_json)(run_dir / "config.json", portable(plain, run_dir))
+
     log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
+    device = trainer.strategy.root_device
+    method.to(device)  # responses are written there, too
+    module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
     trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)
     if not trainer.is_global_zero:
         return
     if trainer.interrupted:
         raise UserError(f"interrupted; go on with the same command and resume={run_dir}")
+    torch.use_deterministic_algorithms(False)  # what follows is timed
+    method.finish()
+    for part in parts.values():  # Lightning has left them on the CPU
+        part.eval().to(device=device, dtype=dtype)
 
-    target.eval().to(trainer.strategy.root_device)
-    method.eval()
     run = provenance(
-        seed=cfg.seed, dtype=str(target.dtype).removeprefix("torch."), config=plain, prompt_policy=data.prompt_policy
+        seed=cfg.seed, dtype=str(dtype).removeprefix("torch."), config=plain, prompt_policy=data.prompt_policy
     )
-    calibration = None
+    card = report.card(target=target.name, run=run, command=choices["recipe"])
     if draft is not None:
-        draft.to(target.dtype)  # as it will be decoded with, and shipped
         draft.prompt_policy = data.prompt_policy
-        if calibrate is not None:
-            prompts = [ids for _, ids in data.encoded("calibration")]
-            calibration = calibrate(target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids)
-    method.export(run_dir, card=report.card(target=target.name, run=run, command=choices["recipe"]))
+    method.export(run_dir, card=card)
+    calibration = None
+    if draft is not None and calibrate is not None:
+        prompts = [ids for _, ids in data.encoded("calibration")]
+        calibration = calibrate(
+            target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids, artefact=run_dir / "calibration.json"
+        )
+        method.export(run_dir, card=card)  # with its temperatures
     rows, check = evaluation(
         target=target,
         draft=draft,

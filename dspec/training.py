@@ -1,16 +1,22 @@
 """What the trainer needs around Lightning: atomic checkpoints, the loss history, resuming."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.atomic import atomic_file
 from dspec.errors import UserError
+from dspec.method import Method
+from dspec.models.target import check_bfloat16
 
 CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
@@ -49,6 +55,17 @@ class History(L.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = list(state_dict["rows"])
+
+
+class FinalCheckpoint(L.Callback):
+    """Saves the last step, too: a run that is killed behind its training goes on behind it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / CHECKPOINT
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if not trainer.interrupted:
+            trainer.save_checkpoint(self.path)
 
 
 class StepProgress(L.Callback):
@@ -93,12 +110,53 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
     path = run_dir / "config.json"
     if not path.is_file():
         raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run")
-    before = json.loads(path.read_text(encoding="utf-8"))
-    old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, json.loads(json.dumps(config))))
-    differing = (k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    odd = sorted(k for k in differing if run_dir.name not in str(new.get(k)))  # paths may be written in two ways
-    if odd:
+    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(portable(config, run_dir)))
+    old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
+    if odd := sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k)):
         raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")
+
+
+def portable(config: Any, run_dir: Path) -> Any:
+    """The config with paths inside the run folder written as "<run>/...": the folder may be moved, or named anew."""
+    if isinstance(config, dict):
+        return {k: portable(v, run_dir) for k, v in config.items()}
+    if isinstance(config, list):
+        return [portable(v, run_dir) for v in config]
+    root = str(run_dir.absolute())
+    inside = isinstance(config, str) and (config == root or config.startswith(f"{root}/"))
+    return f"<run>{config.removeprefix(root)}" if inside else config
+
+
+def check_trainer(trainer: L.Trainer, method: Method) -> None:
+    """Raises UserError for a strategy or precision under which this method would not learn or not be saved."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        raise UserError(
+            f"trainer.strategy={type(trainer.strategy).__name__} is not supported: it shards frozen and trained "
+            "weights of two dtypes together, and checkpoints and exports need whole ones; say strategy=ddp (or auto)"
+        )
+    launched_here = "LOCAL_RANK" not in os.environ
+    if (
+        trainer.world_size > 1
+        and HydraConfig.initialized()
+        and HydraConfig.get().mode == RunMode.MULTIRUN
+        and launched_here
+    ):
+        raise UserError(
+            "a sweep (-m) cannot start several ranks itself, their settings would mix: run its trials one by one, or "
+            "start each under torchrun with a Hydra launcher"
+        )
+    precision = str(trainer.precision)
+    if precision in ("bf16-true", "16-true"):
+        raise UserError(f"trainer.precision={precision} has no float32 weights to learn in; say bf16-mixed or 32-true")
+    dtypes = {p.dtype for p in method.parameters()}
+    if len(dtypes) > 1 and not precision.endswith("mixed"):
+        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise UserError(
+            f"trainer.precision={precision} cannot multiply {names} weights: say trainer.precision=bf16-mixed, or "
+            "target.dtype=float32"
+        )
+    if "bf16" in precision and trainer.strategy.root_device.type == "cpu":
+        check_bfloat16()
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,28 +3,30 @@
 Legend: B = rows, L = positions, P = supervised positions, D = width.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import Generator, nn
+from torch import Generator
 
 from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.losses import chunked_sum, token_loss
-from dspec.method import Batch, LossOutput
+from dspec.method import Batch, LossOutput, Method, float32_masters
 from dspec.models.target import Target
 
 
-class ARBase(nn.Module):
+class ARBase(Method):
     """Trains all of a target's weights."""
 
     def __init__(self, *, target: Target, chunk_size: int) -> None:
         super().__init__()
         self.target, self.chunk_size = target, chunk_size
         target.model.requires_grad_(True)
+        float32_masters(target.model)
 
-    def loss(self, batch: Batch, *, generator: Generator) -> LossOutput:
+    def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         B, L = batch.ids_BL.shape
         mask = None
         if batch.document_BL is not None:

@@ -8,16 +8,17 @@ block size; each loss is divided by the sum of its weights over all ranks.
 Legend: B = batch, L = positions, N = anchors, K = block slots, J = draft slots, P = supervised slots, D = width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import chunked_sum, decay_weights, draft_loss
-from dspec.method import Batch, LossOutput, Metrics
+from dspec.method import Batch, LossOutput, Method, Metrics
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import Draft
 from dspec.models.target import Target, TargetOutput
@@ -34,13 +35,15 @@ class Blocks:
     supervised_BNJ: Tensor  # bool
 
 
-def sample_anchors(loss_BL: Tensor, count: int, *, generator: Generator) -> tuple[Tensor, Tensor]:
+def sample_anchors(loss_BL: Tensor, count: int, *, generators: Sequence[Generator]) -> tuple[Tensor, Tensor]:
     """Up to `count` anchors a row, uniform without replacement, sorted: positions [B, N] and validity [B, N].
 
-    Position p may be an anchor if both it and p + 1 are supervised.
+    Row b draws from generators[b] alone, whatever it is padded to. Position p may be an anchor if both it and p + 1
+    are supervised.
     """
     eligible = loss_BL[:, :-1] & loss_BL[:, 1:]
-    score = torch.rand(eligible.shape, generator=generator, device=generator.device).to(loss_BL.device)
+    score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=False)])
+    score = score.to(loss_BL.device)
     count = min(count, eligible.shape[1])
     score, at = (score + eligible).topk(count, dim=1)  # eligible positions score above 1
     valid = score >= 1
@@ -50,7 +53,7 @@ def sample_anchors(loss_BL: Tensor, count: int, *, generator: Generator) -> tupl
     return torch.where(valid, at, 0), valid
 
 
-class DFlash(nn.Module):
+class DFlash(Method):
     """CE (and, if asked, total-variation) training of a drafter against its frozen target."""
 
     def __init__(
@@ -76,11 +79,11 @@ class DFlash(nn.Module):
     def _refuse_heads(self) -> None:
         raise UserError("method=dflash trains a drafter without heads: take draft=dflash, or method=dspark")
 
-    def loss(self, batch: Batch, *, generator: Generator) -> LossOutput:
+    def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         self.target.tap(self.draft.config.target_layer_ids)  # a decoder may have tapped others in between
         with torch.no_grad():
             output = self.target(batch.ids_BL)
-        anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generator=generator)
+        anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generators=generators)
         return self.loss_at(batch, output, anchor_BN, valid_BN)
 
     def loss_at(self, batch: Batch, output: TargetOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:

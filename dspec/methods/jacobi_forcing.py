@@ -12,19 +12,19 @@ since decoding accepts tokens from the left; `share` keeps part of what training
 Legend: B = rows, L = places, P = chosen places, D = width, V = vocabulary, N = blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import chunked_sum, consistency_loss, token_loss
-from dspec.method import LossOutput
+from dspec.method import Batch, LossOutput, Method, float32_masters
 from dspec.models.target import Target
 from dspec.noise import Distance, Schedule, depth
 from dspec.packing import TrajectoryBatch
@@ -74,7 +74,8 @@ class Full:
     def prepare(self, target: Target) -> None:
         target.model.requires_grad_(True)
         if self.share < 1:
-            self._before = {name: p.detach().clone() for name, p in target.model.named_parameters()}
+            wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in target.model.named_parameters()}
+            self._before = {name: p.detach().to(wide[name], copy=True) for name, p in target.model.named_parameters()}
 
     @torch.no_grad()
     def merge(self, target: Target) -> None:
@@ -116,7 +117,7 @@ def _share(share: float) -> float:
     return share
 
 
-class JacobiForcing(nn.Module):
+class JacobiForcing(Method):
     """Progressive consistency plus next-token loss on packed trajectories."""
 
     def __init__(
@@ -150,16 +151,19 @@ class JacobiForcing(nn.Module):
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt
         self.temperature, self.decay, self.chunk_size = temperature, decay, chunk_size
         tuning.prepare(target)
+        float32_masters(target.model)
         teacher.bind(target)
 
-    def loss(self, batch: TrajectoryBatch, *, generator: Generator) -> LossOutput:
+    def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """Raises UserError for a batch without trajectories."""
         if not isinstance(batch, TrajectoryBatch):
             raise UserError(
                 "method=jacobi_forcing trains on trajectories: say recipe=jacobi_forcing, whatever the data"
             )
         ratio_NK = self.distance(batch.states_NKn, batch.fixed_points, batch.length_N)
-        chosen_N = self.schedule.choose(ratio_NK, batch.count_N, batch.index_N, generator=generator)
+        blocks_B = torch.bincount(batch.row_N, minlength=len(batch.ids_BL)).tolist()  # blocks stand row by row
+        uniform_N = torch.cat([torch.rand(n, generator=g) for n, g in zip(blocks_B, generators, strict=False)])
+        chosen_N = self.schedule.choose(ratio_NK, batch.count_N, batch.index_N, uniform_N.to(ratio_NK.device))
         output = self.loss_at(batch, chosen_N)
         noise = ratio_NK.gather(1, chosen_N[:, None]).sum()
         output.metrics["noise"] = (noise, torch.ones_like(noise) * len(chosen_N))
@@ -220,12 +224,14 @@ class JacobiForcing(nn.Module):
             chunk=self.chunk_size,
         )
 
-    def export(self, folder: Path, *, card: str) -> Path:
-        """A Hugging Face folder with the tokenizer: an ordinary causal LM, in the dtype it was trained in.
+    def after_step(self) -> None:
+        self.teacher.after_step(self.target)
 
-        Adapters are merged first, into the target itself: what is evaluated next is what is written.
-        """
+    def finish(self) -> None:
         self.tuning.merge(self.target)
+
+    def export(self, folder: Path, *, card: str) -> Path:
+        """A Hugging Face folder with the tokenizer: an ordinary causal LM, in the dtype it has now."""
         with atomic_folder(folder / "target") as scratch:
             deepcopy(self.target.model).save_pretrained(scratch)
             self.target.tokenizer.save_pretrained(scratch)

@@ -28,6 +28,7 @@ from dspec.calibration import Calibration
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
+from dspec.models.rotary import Rotary
 from dspec.models.target import Target
 
 LAYOUTS = ("anchor_first", "fill_in")
@@ -149,7 +150,7 @@ class Draft(nn.Module):
         self.hidden_norm = RMSNorm(width, eps=geometry.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(geometry) for _ in range(geometry.num_hidden_layers))
         self.norm = RMSNorm(width, eps=geometry.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(geometry)
+        self.rotary_emb = Rotary(Qwen3RotaryEmbedding(geometry))
         self.markov_head: MarkovHead | None = None
         if config.markov_head_type is not None:
             head = SEQUENTIAL_HEADS[config.markov_head_type]

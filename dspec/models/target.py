@@ -7,6 +7,7 @@ This module knows no drafter and no decoder.
 Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
+from dspec.models.rotary import Rotary
 from dspec.spans import span
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -70,7 +72,7 @@ class TargetOutput:
 
 
 class Target(nn.Module):
-    """A frozen causal LM of the Llama, Qwen2 or Qwen3 family with its tokenizer."""
+    """A causal LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen, unless a method trains it."""
 
     def __init__(
         self,
@@ -96,6 +98,9 @@ class Target(nn.Module):
         if rope in ("dynamic", "longrope"):
             raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
         model.set_attn_implementation(_ATTENTION)
+        decoder = model.get_decoder()
+        # built anew from the config: the model may have been cast before it came here
+        decoder.rotary_emb = Rotary(type(decoder.rotary_emb)(config)).to(model.device)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer: Any = tokenizer  # None only where ids alone are decoded
         self.name = name
@@ -261,7 +266,12 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
-    return Target(model.to(device), tokenizer, name=name, mask_token_id=mask_token_id)
+    return Target(model.to(local_device(device)), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def local_device(device: str) -> str:
+    """`device`, or where several processes share a machine this process's own GPU in the place of "cuda"."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 def embedded_target(*, dtype: str, device: str) -> Target:

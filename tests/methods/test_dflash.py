@@ -22,13 +22,13 @@ from dspec.models.checkpoint import from_pretrained
 SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_size": 5}
 
 
-def _seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def _seeded(seed: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(4000)]
 
 
 def _batch(*, rows: int = 3, length: int = 14, vocab: int = 10, seed: int = 0) -> Batch:
     """Prompts of different lengths, a hole in the supervision, padding."""
-    generator = _seeded(seed)
+    generator = _seeded(seed)[0]
     loss = torch.zeros(rows, length, dtype=torch.bool)
     for b in range(rows):
         loss[b, 2 + b : length - b] = True
@@ -46,9 +46,9 @@ def _eligible(loss: Tensor) -> list[set[int]]:
 @pytest.mark.parametrize("count", [1, 3, 8, 50])
 def test_anchors_are_distinct_sorted_and_eligible(count: int) -> None:
     for seed in range(20):
-        loss = torch.rand(4, 20, generator=_seeded(seed)) < 0.7
+        loss = torch.rand(4, 20, generator=_seeded(seed)[0]) < 0.7
         loss[3] = False
-        anchors, valid = sample_anchors(loss, count, generator=_seeded(seed))
+        anchors, valid = sample_anchors(loss, count, generators=_seeded(seed))
         assert anchors.shape == valid.shape == (4, min(count, 19))
         for row, ok, allowed in zip(anchors.tolist(), valid.tolist(), _eligible(loss), strict=True):
             chosen = [p for p, good in zip(row, ok, strict=True) if good]
@@ -64,7 +64,7 @@ def test_anchors_are_uniform_without_replacement() -> None:
     loss = torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0]] * 4000, dtype=torch.bool)
     (allowed,) = {frozenset(e) for e in _eligible(loss[:1])}
     assert allowed == {1, 2, 5, 6, 7}
-    anchors, valid = sample_anchors(loss, 2, generator=_seeded())
+    anchors, valid = sample_anchors(loss, 2, generators=_seeded())
     assert valid.all()
     counts = Counter(map(tuple, anchors.tolist()))
     pairs = list(itertools.combinations(sorted(allowed), 2))
@@ -72,8 +72,8 @@ def test_anchors_are_uniform_without_replacement() -> None:
     expected = 4000 / len(pairs)
     statistic = sum((counts[pair] - expected) ** 2 / expected for pair in pairs)
     assert statistic < 9 + 4 * 18**0.5
-    again, _ = sample_anchors(loss, 2, generator=_seeded())
-    other, _ = sample_anchors(loss, 2, generator=_seeded(1))
+    again, _ = sample_anchors(loss, 2, generators=_seeded())
+    other, _ = sample_anchors(loss, 2, generators=_seeded(1))
     assert torch.equal(anchors, again)
     assert not torch.equal(anchors, other)
 
@@ -146,7 +146,7 @@ def test_the_aim_is_the_targets_own_law(toys: SimpleNamespace, layout: str) -> N
     method = _method(toys, layout=layout)
     batch = _batch()
     output = method.target(batch.ids_BL)
-    anchors, valid = sample_anchors(batch.loss_BL, 4, generator=_seeded())
+    anchors, valid = sample_anchors(batch.loss_BL, 4, generators=_seeded())
     blocks = method.draft_blocks(batch, output, anchors, valid)
     for b, n, k in blocks.supervised_BNJ.nonzero().tolist():
         before = batch.ids_BL[b : b + 1, : int(anchors[b, n]) + k + 1]  # all tokens before the label
@@ -199,7 +199,7 @@ KINDS = [
 @pytest.mark.parametrize(("cls", "kind"), KINDS)
 def test_loss_and_gradient_equal_the_naive_ones(toys: SimpleNamespace, cls: type, kind: dict[str, Any]) -> None:
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 3, generator=_seeded(3))
+    anchors, valid = sample_anchors(batch.loss_BL, 3, generators=_seeded(3))
     gradients = []
     for naive in (False, True):
         method = _method(toys, cls=cls, **kind)
@@ -221,7 +221,7 @@ def test_loss_and_gradient_equal_the_naive_ones(toys: SimpleNamespace, cls: type
 def _value(toys: SimpleNamespace, cls: type = DSpark, *, seed: int = 0, **change: Any) -> tuple[float, float]:
     if cls is DSpark:
         change = {"head": "vanilla", "confidence": True} | change
-    result = _method(toys, cls=cls, **change).loss(_batch(), generator=_seeded(seed))
+    result = _method(toys, cls=cls, **change).loss(_batch(), generators=_seeded(seed))
     return float(result.loss_sum.detach()), float(result.weight)
 
 
@@ -253,7 +253,7 @@ def test_chunk_size_leaves_the_gradient(toys: SimpleNamespace) -> None:
     gradients = []
     for chunk in (1, 7, 1000):
         method = _method(toys, cls=DSpark, head="rnn", confidence=True, chunk_size=chunk)
-        method.loss(_batch(), generator=_seeded()).loss_sum.backward()
+        method.loss(_batch(), generators=_seeded()).loss_sum.backward()
         gradients.append([p.grad for p in method.draft.trainable().values()])
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
@@ -263,7 +263,7 @@ def test_chunk_size_leaves_the_gradient(toys: SimpleNamespace) -> None:
 def test_metrics_are_sums_and_counts(toys: SimpleNamespace) -> None:
     method = _method(toys, cls=DSpark, head="vanilla", confidence=True)
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 4, generator=_seeded())
+    anchors, valid = sample_anchors(batch.loss_BL, 4, generators=_seeded())
     result = _at(method, batch, anchors, valid)
     blocks = method.draft_blocks(batch, method.target(batch.ids_BL), anchors, valid)
     count_J = blocks.supervised_BNJ.sum((0, 1))
@@ -289,7 +289,7 @@ def test_nothing_to_learn_from(toys: SimpleNamespace, cls: type) -> None:
     batch = _batch()
     loss = torch.zeros_like(batch.loss_BL)
     loss[0, 3] = True  # alone: no pair of neighbours
-    result = method.loss(Batch(batch.ids_BL, loss), generator=_seeded())
+    result = method.loss(Batch(batch.ids_BL, loss), generators=_seeded())
     assert float(result.loss_sum.detach()) == float(result.weight) == 0
     assert all(torch.isfinite(value).all() and (count == 0).all() for value, count in result.metrics.values())
     result.loss_sum.backward()
@@ -301,7 +301,7 @@ def test_losses_of_parts_add_up(toys: SimpleNamespace) -> None:
     """Sums and weights of rows pool to those of the batch: what makes the loss independent of the ranks."""
     method = _method(toys, cls=DSpark, head="gated", confidence=True)
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 3, generator=_seeded())
+    anchors, valid = sample_anchors(batch.loss_BL, 3, generators=_seeded())
     whole = _at(method, batch, anchors, valid)
     parts = [
         _at(method, Batch(batch.ids_BL[b : b + 1], batch.loss_BL[b : b + 1]), anchors[b : b + 1], valid[b : b + 1])
@@ -313,10 +313,10 @@ def test_losses_of_parts_add_up(toys: SimpleNamespace) -> None:
 
 def test_loss_survives_a_decoder_that_tapped_other_layers(toys: SimpleNamespace) -> None:
     method = _method(toys)
-    before = method.loss(_batch(), generator=_seeded())
+    before = method.loss(_batch(), generators=_seeded())
     toys.ar(method.target, [[1, 2]], 3)
     assert method.target.tap_ids == ()
-    assert torch.equal(method.loss(_batch(), generator=_seeded()).loss_sum, before.loss_sum)
+    assert torch.equal(method.loss(_batch(), generators=_seeded()).loss_sum, before.loss_sum)
 
 
 @pytest.mark.parametrize("cls", [DFlash, DSpark])
@@ -327,7 +327,7 @@ def test_training_learns(toys: SimpleNamespace, cls: type) -> None:
     optimizer = torch.optim.Adam(method.draft.trainable().values(), lr=1e-2)
     history = []
     for _ in range(60):
-        result = method.loss(_batch(), generator=_seeded())
+        result = method.loss(_batch(), generators=_seeded())
         loss = result.loss_sum / result.weight
         value, count = result.metrics["accept"]
         history.append((float(loss.detach()), float(value.sum() / count.sum())))

@@ -52,8 +52,8 @@ def method(of: Any, **changes: Any) -> JacobiForcing:
     return JacobiForcing(target=of, **(settings | changes))
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def generators(seed: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(32)]
 
 
 def hidden(of: Any, batch: TrajectoryBatch, ids: Tensor, window: int | None) -> Tensor:
@@ -247,13 +247,14 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     with torch.no_grad():  # the mean: three quarters of the start, one of the present
         for name, p in base.named_parameters():
             p.copy_(0.75 * start[name] + 0.25 * frozen.target.get_parameter(name))
-    with torch.no_grad():  # validation does not move the mean
-        before = {name: b.clone() for name, b in moving.teacher.named_buffers()}
-        moving.loss_at(batch, chosen)
-        assert all(torch.equal(before[name], b) for name, b in moving.teacher.named_buffers())
+    before = {name: b.clone() for name, b in moving.teacher.named_buffers()}
+    moving.loss_at(batch, chosen)  # neither validation nor a micro-batch moves the mean, a step does
+    assert all(torch.equal(before[name], b) for name, b in moving.teacher.named_buffers())
+    moving.after_step()
     assert float(moving.loss_at(batch, chosen).loss_sum) == pytest.approx(expected(base), abs=1e-9)
     other = built(Moving(decay=0.5))
     toys.randomise(other.target.model, seed=5, scale=0.5)
+    other.after_step()
     assert float(other.loss_at(batch, chosen).loss_sum) != pytest.approx(expected(base), abs=1e-6)
     assert not frozen.state_dict().keys() & {f"teacher.{name}" for name, _ in frozen.teacher.named_buffers()}
     assert {f"teacher.{name}" for name, _ in moving.teacher.named_buffers()} <= moving.state_dict().keys()
@@ -280,7 +281,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
 def test_every_option_changes_the_loss(toys: SimpleNamespace, changes: dict[str, Any]) -> None:
     batch = packed_batch(pack(samples(6, 12), row_length=90))
     target = toys.target(seed=6)
-    losses = [method(target, **c).loss(batch, generator=generator()) for c in ({}, {}, changes, {"chunk_size": 100})]
+    losses = [method(target, **c).loss(batch, generators=generators()) for c in ({}, {}, changes, {"chunk_size": 100})]
     values = [float((x.loss_sum / x.weight).detach()) for x in losses]
     assert values[0] == values[1] != values[2]
     assert values[3] == pytest.approx(values[0], abs=1e-10)
@@ -289,10 +290,10 @@ def test_every_option_changes_the_loss(toys: SimpleNamespace, changes: dict[str,
 def test_noise_metric_follows_the_schedule(toys: SimpleNamespace) -> None:
     batch = packed_batch(pack(samples(6, 12), row_length=90))
     target = toys.target(seed=6)
-    clean = method(target, schedule=noise.Progressive(window=1)).loss(batch, generator=generator())
+    clean = method(target, schedule=noise.Progressive(window=1)).loss(batch, generators=generators())
     total, count = clean.metrics["noise"]
     assert (float(total), int(count)) == (0, len(batch.count_N))
-    drawn = method(target).loss(batch, generator=generator()).metrics["noise"]
+    drawn = method(target).loss(batch, generators=generators()).metrics["noise"]
     assert 0.2 < float(drawn[0] / drawn[1]) < 0.6
 
 
@@ -301,7 +302,7 @@ def trained_a_little(own: JacobiForcing) -> None:
     optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=1.0)
     for _ in range(2):
         optimizer.zero_grad()
-        own.loss(batch, generator=generator()).loss_sum.backward()
+        own.loss(batch, generators=generators()).loss_sum.backward()
         optimizer.step()
 
 
@@ -371,4 +372,4 @@ def test_refusals(toys: SimpleNamespace) -> None:
             LoRA(rank=1, alpha=1, modules="all-linear", share=share)
     plain = Batch(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="recipe=jacobi_forcing"):
-        method(target).loss(plain, generator=generator())  # type: ignore[arg-type]
+        method(target).loss(plain, generators=generators())  # type: ignore[arg-type]
