@@ -1,0 +1,87 @@
+"""bfloat16 targets learn in float32 masters, and what cannot work together is refused before anything runs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from dspec.errors import UserError
+from dspec.method import Batch, Method, float32_masters
+from dspec.methods.ar_base import ARBase
+from dspec.methods.jacobi_forcing import Full, LoRA
+from dspec.models.target import Target
+from dspec.training import check_trainer
+
+
+def _batch(seed: int) -> Batch:
+    ids = torch.randint(40, (4, 24), generator=torch.Generator().manual_seed(seed))
+    return Batch(ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def _ar_base(target: Target) -> ARBase:
+    return ARBase(target=target, chunk_size=64)
+
+
+def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:
+    """20 AdamW steps at 1e-5: of bfloat16 weights 95 % would not change (finding 2)."""
+    target = toys.target(hidden=64, vocab=41, scale=0.05, dtype=torch.bfloat16)
+    method = _ar_base(target)
+    before = {name: p.detach().clone() for name, p in target.named_parameters()}
+    optimizer = torch.optim.AdamW(method.parameters(), lr=1e-5, weight_decay=0.0)
+    for step in range(20):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = method.loss(_batch(step), generators=[])
+        optimizer.zero_grad()
+        (output.loss_sum / output.weight).backward()
+        optimizer.step()
+    same = sum(int((before[name] == p).sum()) for name, p in target.named_parameters())
+    total = sum(p.numel() for p in target.parameters())
+    assert same / total < 0.05
+
+
+@pytest.mark.parametrize("tuning", [Full(share=1.0), LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)], ids=str)
+def test_what_is_trained_is_float32_what_is_frozen_stays(toys: SimpleNamespace, tuning: Any) -> None:
+
+    target = toys.target(dtype=torch.bfloat16)
+    tuning.prepare(target)
+    float32_masters(target.model)
+    dtypes = {p.requires_grad: p.dtype for p in target.parameters()}
+    assert dtypes[True] == torch.float32
+    assert dtypes.get(False, torch.bfloat16) == torch.bfloat16
+    double = toys.target(dtype=torch.float64)
+    float32_masters(double.requires_grad_(True))
+    assert double.dtype == torch.float64
+
+
+class _Mixed(Method):
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=d) for d in dtypes)
+
+    def loss(self, batch: Any, *, generators: Any) -> Any:
+        raise AssertionError
+
+    def export(self, folder: Any, *, card: str) -> Any:
+        raise AssertionError
+
+
+def _trainer(**settings: Any) -> L.Trainer:
+    return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
+
+
+def test_precisions_that_cannot_work_are_refused() -> None:
+    one, two = _Mixed(torch.float32), _Mixed(torch.float32, torch.bfloat16)
+    check_trainer(_trainer(precision="32-true"), one)
+    check_trainer(_trainer(precision="bf16-mixed"), two)
+    with pytest.raises(UserError, match=r"bfloat16 and float32.*bf16-mixed.*target\.dtype=float32"):
+        check_trainer(_trainer(precision="32-true"), two)
+    with pytest.raises(UserError, match=r"bf16-true has no float32 weights"):
+        check_trainer(_trainer(precision="bf16-true"), one)
+
+
+def test_strategies_that_shard_are_refused() -> None:
+    trainer = SimpleNamespace(strategy=SimpleNamespace())
+    with pytest.raises(UserError, match=r"SimpleNamespace is not supported.*strategy=ddp"):
+        check_trainer(trainer, _Mixed(torch.float32))  # type: ignore[arg-type]
