@@ -83,8 +83,7 @@ def train(cfg: DictConfig) -> None:
     rank_zero_only(write_json)(run_dir / "config.json", portable(plain, run_dir))
 
     log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
-    device = trainer.strategy.root_device
-    method.to(device)  # responses are written there, too
+    method.to(trainer.strategy.root_device)  # responses are written there, too
     module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
     trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)
     if not trainer.is_global_zero:
@@ -94,7 +93,7 @@ def train(cfg: DictConfig) -> None:
     torch.use_deterministic_algorithms(False)  # what follows is timed
     method.finish()
     for part in parts.values():  # Lightning has left them on the CPU
-        part.eval().to(device=device, dtype=dtype)
+        part.eval().to(device=trainer.strategy.root_device, dtype=dtype)
 
     run = provenance(
         seed=cfg.seed, dtype=str(dtype).removeprefix("torch."), config=plain, prompt_policy=data.prompt_policy

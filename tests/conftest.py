@@ -1,12 +1,18 @@
 """Toys shared by the property tests: tiny targets and drafters of every kind, and proposers whose quality is chosen.
 
-Everything is float64 and seeded. `toys` is this module's namespace as a fixture, since test folders import nothing
-from each other (pytest runs with --import-mode=importlib).
+Everything is float64 and seeded. At the end, the main job on a small scale. `toys` is this module's namespace as a
+fixture, since test folders import nothing from each other (pytest runs with --import-mode=importlib).
 """
 
+import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,3 +247,83 @@ def toys() -> SimpleNamespace:
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
+
+
+SMALL_JOB = [
+    "data.source.train={problems: 16, functions: 8, stories: 0}",
+    "data.source.calibration={problems: 6, functions: 2}",
+    "data.regeneration.max_new_tokens=64",
+    "data.validation=4",
+    "data.batch_size=4",
+    "trainer.max_steps=6",
+    "trainer.val_check_interval=3",
+    "trainer.log_every_n_steps=1",
+    "callbacks.checkpoint.every_n_train_steps=3",
+    "calibration.max_new_tokens=48",
+    "benchmark.problems.count=2",
+    "benchmark.problems_unseen.count=2",
+    "benchmark.functions.count=2",
+    "benchmark.problems.max_new_tokens=64",
+    "benchmark.problems_unseen.max_new_tokens=64",
+    "benchmark.functions.max_new_tokens=64",
+    "evaluation.generate_prompts=2",
+    "evaluation.generate_floor=0",
+    "evaluation.warmup=1",
+    "callbacks/progress=none",
+]
+
+
+class SmallJob:
+    """`recipe=dspark` in half a minute; one cache for all its runs."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+
+    def run(self, out: Path, *args: str, recipe: str = "dspark", without: Sequence[str] = ()) -> Path:
+        """Runs the job in this process, without the settings that begin with one of `without`; returns its folder."""
+        from dspec.train import main
+
+        settings = [a for a in SMALL_JOB if not a.startswith(tuple(without))] if without else SMALL_JOB
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DSPEC_CACHE", str(self.cache))
+            patch.setattr(sys, "argv", ["dspec.train", f"recipe={recipe}", *settings, *args, f"hydra.run.dir={out}"])
+            main()
+        return out
+
+    def start(self, *args: str, launcher: Sequence[str] = (sys.executable,), **popen: Any) -> subprocess.Popen[bytes]:
+        """Starts the job in a process of its own, on one thread as in this one."""
+        environment = os.environ | {"DSPEC_CACHE": str(self.cache), "OMP_NUM_THREADS": "1"}
+        command = [*launcher, "-m", "dspec.train", "recipe=dspark", *SMALL_JOB, *args]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, **popen)
+
+    def kill_when(self, reached: Callable[[], bool], *args: str) -> bool:
+        """Starts the job and sends SIGKILL once `reached`; False if it ended before."""
+        process = self.start(*args)
+        deadline = time.monotonic() + 300
+        while process.poll() is None and not reached():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        return process.wait() == -signal.SIGKILL
+
+    @staticmethod
+    def stable(path: Path) -> dict[str, Any]:
+        """results.json without what a clock decides and where it lies."""
+        results = json.loads((path / "results.json").read_text())
+        for row in results["rows"]:
+            for name in ("tokens_per_second", "speedup", "speedup_vs_base_ar"):
+                del row[name]
+            del row["interval_95"]["speedup"]
+        del results["run"]["ar_check"], results["run"]["config"]["logger"], results["run"]["config"]["callbacks"]
+        return dict(results)
+
+
+@pytest.fixture(scope="session")
+def small_job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    return SmallJob(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def dspark_run(small_job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_job.run(tmp_path_factory.mktemp("runs") / "dspark")

@@ -9,7 +9,7 @@ import torch
 
 from dspec.errors import UserError
 from dspec.lit_module import LitModule
-from dspec.training import CHECKPOINT, AtomicCheckpointIO, check_same_config, resume_checkpoint
+from dspec.training import CHECKPOINT, AtomicCheckpointIO, check_same_config, portable, resume_checkpoint
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
@@ -49,6 +49,25 @@ def test_resuming_needs_the_same_command(tmp_path: Path) -> None:
     check_same_config(tmp_path, config | {"resume": str(tmp_path)})
     with pytest.raises(UserError, match=r"trainer\.max_steps"):
         check_same_config(tmp_path, {"seed": 0, "trainer": {"max_steps": 6}})
+
+
+def test_a_setting_that_contains_the_folders_name_is_compared_all_the_same(tmp_path: Path) -> None:
+    """In a sweep's folder called 1, seed 0 -> 1 and 500 -> 1500 steps once passed."""
+    run = tmp_path / "1"
+    run.mkdir()
+
+    def config(seed: int, steps: int, where: Path) -> dict[str, object]:
+        return {"seed": seed, "trainer": {"max_steps": steps, "dirs": [f"{where}/checkpoints"]}, "logger": f"{where}"}
+
+    (run / "config.json").write_text(json.dumps(portable(config(0, 500, run), run)))
+    check_same_config(run, config(0, 500, run))
+    for changed, key in ((config(1, 500, run), "seed"), (config(0, 1500, run), r"trainer\.max_steps")):
+        with pytest.raises(UserError, match=key):
+            check_same_config(run, changed)
+    with pytest.raises(UserError, match="logger"):  # a path that only begins alike
+        check_same_config(run, config(0, 500, run) | {"logger": f"{run}0"})
+    moved = run.rename(tmp_path / "2")
+    check_same_config(moved, config(0, 500, moved))  # a folder may be moved
 
 
 def test_checkpoints_hold_what_training_changes() -> None:
