@@ -51,8 +51,8 @@ class LitModule(L.LightningModule):
 
     def _loss(self, batch: Batch, *seed: int) -> LossOutput:
         rows = len(batch.ids_BL)
-        first = self.global_rank * rows
-        seeds = (step_seed(self.seed, *seed, first + row) for row in range(rows))
+        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/module.py)
+        seeds = (step_seed(self.seed, *seed, row * ranks + self.global_rank) for row in range(rows))
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 
     def _pooled(self, value: Tensor) -> Tensor:

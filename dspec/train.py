@@ -117,7 +117,7 @@ def train(cfg: DictConfig) -> None:
         policy=data.policy,
         stop_ids=target.stop_ids,
         samples=run_dir / "samples.jsonl",
-        settings=plain | {"resume": None},
+        settings=portable(plain | {"resume": None}, run_dir),
     )
     sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
     results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": calibration}
