@@ -120,8 +120,8 @@ class CalibrateSTS:
             "temperatures": temperatures.tolist(),
             "cross_validated_gain": gain,
             "sampling": self.sampling.to_dict(),
-            "rounds": {"fit": len(fit.valid_N), "report": len(report.valid_N)},
             **calibration_report(report, temperatures, bins=self.bins),
+            "rounds": {"fit": len(fit.valid_N), "report": len(report.valid_N)},
         }
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from dspec.attention import masks
 from dspec.attention.attend import attend
@@ -16,11 +16,13 @@ CPU = torch.device("cpu")
 def _equal(predicate: masks.Predicate, table: list[list[list[bool]]]) -> None:
     expected = torch.tensor(table)
     B, Q, K = expected.shape
-    got = masks.dense(predicate, batch=B, queries=Q, keys=K, device=CPU)
-    assert got.dtype == torch.bool
-    assert torch.equal(got[:, 0], expected)
-    attended = masks.training_mask(predicate, batch=B, queries=Q, keys=K, device=CPU)
-    assert torch.equal(attended, got)
+    shape = {"batch": B, "queries": Q, "keys": K, "device": CPU}
+    for got in (masks.dense(predicate, **shape), masks.training_mask(predicate, **shape)):
+        assert got.dtype == torch.bool
+        assert torch.equal(got[:, 0], expected)
+    flex = masks.block_mask(predicate, **shape)  # what a GPU trains with: element by element, and block by block
+    assert torch.equal(create_mask(flex.mask_mod, B, 1, Q, K, device="cpu")[:, 0], expected)
+    assert flex.to_dense()[:, 0].bool().flatten(1).tolist() == [[bool(row.any())] for row in expected]
 
 
 def test_causal() -> None:

@@ -1,0 +1,94 @@
+"""What configs build: every setting reaches the decoder, and so do the drafter's temperatures."""
+
+import random
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dspec.calibration import Calibration
+from dspec.decoding import factory
+from dspec.decoding.sampling import Sampling
+from dspec.errors import UserError
+
+WARM = Sampling(temperature=1.0, top_p=0.9)
+PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.0}
+
+
+def _draft(toys: SimpleNamespace, target: Any, temperature: float = 2.0) -> Any:
+    draft = toys.draft(target, seed=8, head="vanilla", confidence=True)
+    draft.calibration = Calibration((temperature, 1.5, 0.5, 3.0), WARM.temperature, WARM.top_p)
+    return draft
+
+
+def test_the_drafters_temperatures_reach_the_decoder(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=8)
+    draft = _draft(toys, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder = factory.speculative(
+            target=target, draft=draft, sampling=WARM, **PLAIN | {"confidence_threshold": 0.4}
+        )
+        assert decoder.temperatures == draft.calibration.temperatures
+        assert decoder.settings()["sts"] is True
+        plain = factory.speculative(target=target, draft=draft, sampling=WARM, **PLAIN)  # nothing is cut: not needed
+        assert "sts" not in plain.settings()
+    other = Sampling(temperature=0.5, top_p=0.9)  # not what they were fitted at
+    with pytest.warns(UserWarning, match=r"temperature=1\.0"):
+        raw = factory.speculative(target=target, draft=draft, sampling=other, **PLAIN | {"confidence_threshold": 0.4})
+    assert raw.settings()["sts"] is False
+
+
+def test_the_drafters_temperatures_change_what_is_sent(toys: SimpleNamespace) -> None:
+    """With T near 0 a confidence is 0 or 1; a head that is a little sure of all is then cut nowhere, else at once."""
+    target, sent = toys.target(seed=8), []
+    for temperature in (0.01, 20.0):
+        draft = _draft(toys, target, temperature)
+        with torch.no_grad():
+            draft.confidence_head.proj.weight.zero_()
+            draft.confidence_head.proj.bias.fill_(0.5)
+        decoder = factory.speculative(
+            target=target, draft=draft, sampling=WARM, **PLAIN | {"confidence_threshold": 0.56}
+        )
+        texts = toys.prompts(random.Random(0), 3, vocab=11)
+        result = decoder.decode(texts, max_new_tokens=6, stop_ids=(), seeds=range(3))
+        sent.append({r.drafted for g in result for r in g.rounds})
+    assert sent == [{3}, {0}]  # T = 3 leaves the fourth slot at sigmoid(1/6) = 0.54
+
+
+def test_every_setting_reaches_the_decoder(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=8)
+    draft = _draft(toys, target)
+    common = {"target": target, "draft": draft, "sampling": WARM}
+    base = factory.speculative(**common, **PLAIN).settings()
+    assert base == {
+        **WARM.to_dict(),
+        "drafts": 4,
+        "sequential_head": "vanilla",
+        "confidence_threshold": 0.0,
+    }
+    off = factory.speculative(**common, **PLAIN | {"sequential_head": False}).settings()
+    assert off == base | {"sequential_head": None}
+    refined = factory.speculative(**common, **PLAIN | {"refinement_passes": 2}).settings()
+    assert refined == base | {"refinement_passes": 2}
+    lookup = factory.prompt_lookup(**common, num_drafts=5, max_ngram=2).settings()
+    assert lookup == {**WARM.to_dict(), "drafts": 5, "max_ngram": 2, "confidence_threshold": 0.0}
+    assert factory.autoregressive(**common).settings() == WARM.to_dict()
+
+
+def test_refusals(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    with pytest.raises(UserError, match="needs a drafter"):
+        factory.speculative(target=target, draft=None, sampling=WARM, **PLAIN)
+    with pytest.raises(UserError, match="refinement_passes"):
+        factory.speculative(target=target, draft=toys.draft(target), sampling=WARM, **PLAIN | {"refinement_passes": -1})
+
+
+def test_the_base_decodes_in_the_targets_dtype(toys: SimpleNamespace) -> None:
+    """Trained weights may have been cast; a baseline in another precision would be another baseline."""
+    target, base = toys.target(), toys.target(seed=1, dtype=torch.float32)
+    decoder = factory.on_base(target=target, draft=None, sampling=WARM, base=base, build=factory.autoregressive)
+    assert decoder.target is base
+    assert base.dtype == target.dtype == torch.float64
