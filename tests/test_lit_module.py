@@ -16,32 +16,41 @@ from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
 from dspec.lit_module import LitModule
-from dspec.method import LossOutput
+from dspec.method import Batch, LossOutput, Method
 
 RATE = 0.5
 ACCEPT = [0.5, 0.8, 0.25]
 
 
-class Weighted(nn.Module):
-    """loss_sum = sum (w x)^2 over a batch x of n numbers, weight n; draws one number a step."""
+def rows(numbers: Tensor) -> Batch:
+    """A batch whose rows hold a number each."""
+    return Batch(numbers[:, None], torch.ones(len(numbers), 1, dtype=torch.bool))
+
+
+class Weighted(Method):
+    """loss_sum = sum (w x)^2 over a batch x of n numbers, weight n; draws one number a row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.drawn: list[float] = []
 
-    def loss(self, batch: Tensor, *, generator: Generator) -> LossOutput:
-        self.drawn.append(torch.rand((), generator=generator).item())
-        count = torch.tensor(float(batch.numel()), dtype=torch.float64)
+    def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
+        x = batch.ids_BL[:, 0]
+        self.drawn += [torch.rand((), generator=g).item() for g in generators]
+        count = torch.tensor(float(len(x)), dtype=torch.float64)
         accepted = torch.tensor(ACCEPT, dtype=torch.float64) * 10
         metrics = {
-            "size": (batch.detach().sum(), count),
+            "size": (x.detach().sum(), count),
             "accept": (accepted, torch.full((3,), 10.0, dtype=torch.float64)),
         }
-        return LossOutput((self.w * batch).square().sum(), count, metrics)
+        return LossOutput((self.w * x).square().sum(), count, metrics)
+
+    def export(self, folder: Path, *, card: str) -> Path:
+        return folder
 
 
-def module(method: nn.Module | None = None, *, seed: int = 0, warmup: float = 0.0, cycles: int = 1) -> LitModule:
+def module(method: Method | None = None, *, seed: int = 0, warmup: float = 0.0, cycles: int = 1) -> LitModule:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=RATE)
 
@@ -57,9 +66,9 @@ def on_rank(rank: int = 0, *, ranks: int = 1) -> LitModule:
     return lit
 
 
-def batches(count: int) -> DataLoader:
-    data = [torch.arange(1.0, 2 + i % 3, dtype=torch.float64) for i in range(count)]  # one to three numbers
-    return DataLoader(data, batch_size=None)
+def batches(count: int, *, sizes: int) -> DataLoader:
+    data = [torch.arange(1.0, 2 + i % sizes, dtype=torch.float64) for i in range(count)]  # one number, two, ...
+    return DataLoader([rows(x) for x in data], batch_size=None)
 
 
 class Watch(L.Callback):
@@ -77,7 +86,7 @@ class Watch(L.Callback):
 
 
 def trained(
-    lit: LitModule, folder: Path, *, steps: int, every: int = 1, resume: str | None = None
+    lit: LitModule, folder: Path, *, steps: int, every: int = 1, sizes: int = 3, resume: str | None = None
 ) -> tuple[Watch, L.Trainer]:
     watch = Watch()
     trainer = L.Trainer(
@@ -92,7 +101,7 @@ def trained(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(lit, batches(60), ckpt_path=resume, weights_only=False)
+    trainer.fit(lit, batches(60, sizes=sizes), ckpt_path=resume, weights_only=False)
     return watch, trainer
 
 
@@ -108,7 +117,7 @@ def test_a_step_follows_the_loss_divided_by_its_weight(tmp_path: Path) -> None:
     for size in (1, 3):
         lit = on_rank()
         x = torch.arange(1.0, size + 1, dtype=torch.float64)
-        loss = lit.training_step(x, 0)
+        loss = lit.training_step(rows(x), 0)
         loss.backward()
         assert loss.item() == pytest.approx(x.square().mean().item())
         assert lit.method.w.grad.item() == pytest.approx(2 * x.square().mean().item())
@@ -117,7 +126,7 @@ def test_a_step_follows_the_loss_divided_by_its_weight(tmp_path: Path) -> None:
 def test_an_unsupervised_batch_has_no_loss() -> None:
     """weight 0: nothing to divide by, and no NaN in the weights."""
     lit = on_rank()
-    loss = lit.training_step(torch.zeros(0, dtype=torch.float64), 0)
+    loss = lit.training_step(rows(torch.zeros(0, dtype=torch.float64)), 0)
     loss.backward()
     assert loss.item() == lit.method.w.grad.item() == 0
 
@@ -139,18 +148,18 @@ def test_every_batch_draws_anew(tmp_path: Path) -> None:
         method = Weighted()
         trained(module(method, seed=seed), tmp_path, steps=4, every=3)
         runs[name] = method.drawn
-    assert len(runs["first"]) == 12
-    assert len({*runs["first"], *runs["other"]}) == 24
+    assert len(runs["first"]) == 24  # twelve batches of one to three rows
+    assert len({*runs["first"], *runs["other"]}) == 48
     assert runs["first"] == runs["again"]
 
 
 def test_a_resumed_run_draws_what_an_unbroken_one_draws(tmp_path: Path) -> None:
     whole = Weighted()
-    trained(module(whole), tmp_path, steps=6)
+    trained(module(whole), tmp_path, sizes=1, steps=6)
     first, second = Weighted(), Weighted()
-    _, trainer = trained(module(first), tmp_path, steps=2)
+    _, trainer = trained(module(first), tmp_path, sizes=1, steps=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
-    trained(module(second), tmp_path, steps=6, resume=str(tmp_path / "two.ckpt"))
+    trained(module(second), tmp_path, sizes=1, steps=6, resume=str(tmp_path / "two.ckpt"))
     assert first.drawn + second.drawn == whole.drawn
     assert len(set(whole.drawn)) == 6
 
@@ -160,15 +169,30 @@ def test_ranks_draw_different_numbers() -> None:
     for rank in range(3):
         lit = on_rank(rank)
         for batch in range(4):
-            lit.training_step(torch.ones(1, dtype=torch.float64), batch)
+            lit.training_step(rows(torch.ones(1, dtype=torch.float64)), batch)
         drawn += lit.method.drawn
     assert len(set(drawn)) == 12
+
+
+def test_ranks_draw_what_one_rank_draws_for_their_rows() -> None:
+    """Row r of a rank is row r * ranks + rank of the batch of all together (data/module.py shares rows out so)."""
+    alone = on_rank()
+    for batch in range(3):
+        alone.training_step(rows(torch.ones(6, dtype=torch.float64)), batch)
+    ranks = [on_rank(rank, ranks=2) for rank in range(2)]
+    for lit in ranks:
+        lit.all_gather = lambda value: torch.stack([value, value])
+        for batch in range(3):
+            lit.training_step(rows(torch.ones(3, dtype=torch.float64)), batch)
+    for batch in range(3):
+        for row in range(6):
+            assert alone.method.drawn[6 * batch + row] == ranks[row % 2].method.drawn[3 * batch + row // 2]
 
 
 def test_validation_draws_the_same_numbers_each_time() -> None:
     """Curves of val/ would else move with the anchors; and they are not those of a training batch."""
     lit = on_rank()
-    batch, drawn = torch.ones(1, dtype=torch.float64), lit.method.drawn
+    batch, drawn = rows(torch.ones(1, dtype=torch.float64)), lit.method.drawn
     for _ in range(2):
         for number in range(3):
             lit.validation_step(batch, number)
@@ -232,7 +256,7 @@ WHOLE = torch.cat(PARTS)
 
 def test_two_ranks_step_like_one_on_both_batches() -> None:
     """DDP takes the mean of the ranks' gradients; it must be that of the ratio of the sums, not the mean of ratios."""
-    ranks = _in_step(PARTS, lambda lit, part: lit.training_step(part, 0).backward())
+    ranks = _in_step(PARTS, lambda lit, part: lit.training_step(rows(part), 0).backward())
     gradients = [lit.method.w.grad.item() for lit in ranks]
     assert sum(gradients) / len(ranks) == pytest.approx(2 * WHOLE.square().mean().item())
     for lit in ranks:
@@ -241,7 +265,22 @@ def test_two_ranks_step_like_one_on_both_batches() -> None:
         assert lit.logged["train/accept_1"] == pytest.approx(ACCEPT[1])
 
 
+def _validated(lit: LitModule, *parts: Tensor) -> None:
+    for number, part in enumerate(parts):
+        lit.validation_step(rows(part), number)
+    lit.on_validation_epoch_end()
+
+
 def test_two_ranks_validate_like_one() -> None:
-    for lit in _in_step(PARTS, lambda lit, part: lit.validation_step(part, 0)):
+    for lit in _in_step(PARTS, _validated):
         assert lit.logged["val/loss"] == pytest.approx(WHOLE.square().mean().item())
         assert lit.logged["val/size"] == pytest.approx(WHOLE.mean().item())
+
+
+def test_batches_of_validation_are_pooled_by_their_counts() -> None:
+    """A batch of three rows counts three times one of a single row; the next validation begins at nothing."""
+    lit = on_rank()
+    for _ in range(2):
+        _validated(lit, *PARTS)
+        assert lit.logged["val/size"] == pytest.approx(WHOLE.mean().item())
+        assert lit.logged["val/expected_tau"] == pytest.approx(1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25)
