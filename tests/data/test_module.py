@@ -1,5 +1,6 @@
 """Data modules: what is supervised, packing, and that each option changes what comes out."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def test_cache_dir_and_batch_size_of_regeneration(target: Target, tmp_path: Path
     other = conversations(target, tmp_path / "b", regeneration=SMALL | {"batch_size": 2})
     assert other.responses_path.name != module.responses_path.name  # float32 rounds with the batch's shape
     assert other.responses_path.parent.parent == tmp_path / "b"
+
+
+def test_own_files_of_one_name_never_get_each_others_responses(target: Target, tmp_path: Path) -> None:
+    """Rows with and without ids; a changed prompt; the first file once more."""
+    cache = tmp_path / "cache"
+    for round_, folder in enumerate(["a", "b", "a"]):
+        path = tmp_path / folder / "my.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        rows = [{"prompt": f"Say {folder} {i}."} | ({"id": str(i)} if i % 2 else {}) for i in range(8)]
+        rows[3]["prompt"] += "!" * round_
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = JsonlPrompts(path=str(path), train=8, calibration=0)
+        module = conversations(target, cache, source=own)
+        assert [(r.id, r.prompt_tokens) for r in module.responses()] == module.encoded("train")
+        assert len(list((cache / "responses").glob("*.jsonl"))) == 1
 
 
 def test_thinking_switch_reaches_the_template(target: Target) -> None:
