@@ -71,6 +71,7 @@ class Conversations(L.LightningDataModule):
             "target_sha256": self._target_sha256,
             "prompt_policy": self.prompt_policy,
             "regeneration": dict(self.regeneration or {}),
+            "stop_ids": list(self.target.stop_ids),
             "dtype": str(self.target.dtype),
             "seed": self.seed,
         }
