@@ -23,7 +23,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
-from data.module import Conversations, epoch_of, shuffled
+from data.module import Conversations, held_out, shuffled
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, prompt_seed, settings_key
 from dspec.atomic import atomic_file, write_json
@@ -167,6 +167,7 @@ class Trajectories(Conversations):
         cache_dir: str,
         batch_size: int,
         max_length: int,
+        sort_window: int | None,
         validation: int,
         seed: int,
         block_size: int,
@@ -182,6 +183,7 @@ class Trajectories(Conversations):
             cache_dir=cache_dir,
             batch_size=batch_size,
             max_length=max_length,
+            sort_window=sort_window,
             validation=validation,
             seed=seed,
         )
@@ -237,8 +239,14 @@ class Trajectories(Conversations):
 
     def train_dataloader(self) -> StatefulDataLoader:
         return shuffled(
-            self._packed, batch_size=self.batch_size, collate=packed_batch, seed=self.seed, epoch=epoch_of(self)
+            self._packed,
+            lengths=[sum(sample.packed_length for sample in row) for row in self._packed],
+            batch_size=self.batch_size,
+            window=self.sort_window,
+            collate=packed_batch,
+            module=self,
+            seed=self.seed,
         )
 
     def val_dataloader(self) -> StatefulDataLoader:
-        return StatefulDataLoader(self._held_out, batch_size=self.batch_size, collate_fn=packed_batch)
+        return held_out(self._held_out, batch_size=self.batch_size, collate=packed_batch, module=self)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +45,8 @@ def target() -> Target:
 def module(target: Target, tmp_path: Path, **changes: Any) -> Trajectories:
     settings: dict[str, Any] = {
         "source": EmbeddedPrompts(train={"problems": 8}, calibration={}, seed=0), "policy": POLICY,
-        "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 2, "max_length": 200, "validation": 1,
-        "seed": 0, "block_size": 6, "row_length": 120,
+        "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 2, "max_length": 200, "sort_window": 4,
+        "validation": 1, "seed": 0, "block_size": 6, "row_length": 120,
     }  # fmt: skip
     return Trajectories(target=target, **(settings | changes))
 
@@ -227,6 +228,7 @@ def batches(data: Trajectories) -> list[list]:
         {"row_length": 300},
         {"batch_size": 1},
         {"max_length": 50},
+        {"sort_window": None},
         {"validation": 3},
         {"seed": 1},
         {"regeneration": SMALL | {"max_new_tokens": 12}},
@@ -240,6 +242,27 @@ def test_every_option_changes_the_batches(target: Target, tmp_path_factory: Any,
     base, changed = batches(module(target, cache)), batches(module(target, cache, **change))
     assert base == batches(module(target, cache))
     assert base != changed
+
+
+def test_ranks_share_the_rows(target: Target, tmp_path_factory: Any) -> None:
+    cache = tmp_path_factory.getbasetemp() / "trajectories"
+
+    def rows(rank: int, ranks: int, batch: int) -> list[set[str]]:
+        data = module(target, cache, batch_size=batch)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=ranks, current_epoch=0)
+        data.setup("fit")
+        loaded = [{str(ids[document >= 0].tolist()) for ids, document in zip(b.ids_BL, b.document_BL, strict=True)}
+                  for b in data.train_dataloader()]  # fmt: skip
+        with (
+            pytest.raises(UserError, match="1 validation rows are too few for 2 ranks") if ranks > 1 else nullcontext()
+        ):
+            data.val_dataloader()
+        return loaded
+
+    whole, first, second = rows(0, 1, 2), rows(0, 2, 1), rows(1, 2, 1)
+    assert len(whole) == len(first) == len(second) >= 2
+    assert [one | two for one, two in zip(first, second, strict=True)] == whole
+    assert not any(one & two for one, two in zip(first, second, strict=True))
 
 
 def test_the_cache_is_keyed_by_what_matters(target: Target, tmp_path: Path) -> None:
