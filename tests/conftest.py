@@ -184,6 +184,7 @@ class OracleProposer:
     """
 
     tap_ids: tuple[int, ...] = (0, 2)
+    max_positions: int | None = None
 
     def __init__(
         self,

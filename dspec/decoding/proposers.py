@@ -33,6 +33,7 @@ class Proposer(Protocol):
 
     num_drafts: int
     tap_ids: tuple[int, ...]
+    max_positions: int | None  # of a text that it can continue; None: any
 
     def begin(self, features_BLF: Tensor) -> None:
         """A new batch; features of its right-padded prompts."""
@@ -74,7 +75,13 @@ class DraftProposer:
         self.head = draft.markov_head if sequential_head else None
         self.num_drafts = draft.config.num_drafts
         self.tap_ids = draft.config.target_layer_ids
+        self.max_positions = draft.config.transformer.max_position_embeddings
         self._cache: PositionCache = draft.new_cache()
+
+    @property
+    def plain(self) -> bool:
+        """Drafts as training and calibration have them: with the head it has, without refinement."""
+        return self.head is self.draft.markov_head and not self.refinement_passes
 
     def settings(self) -> dict[str, Any]:
         head = self.draft.config.markov_head_type
@@ -175,11 +182,13 @@ class NGrams:
 
     def following(self, text: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens behind the latest earlier occurrence of the text's last n-gram, the longest first."""
-        for end in range(self._read + 1, len(text)):
-            for n in range(1, min(self._longest, end) + 1):
-                self._end[tuple(text[end - n : end])] = end
+        sizes = range(min(self._longest, len(text) - 1), 0, -1)
+        for n in sizes:
+            first = max(0, self._read + 1 - n)
+            grams = zip(*(text[first + i : len(text) - n + i] for i in range(n)), strict=True)
+            self._end.update(zip(grams, range(first + n, len(text)), strict=True))
         self._read = len(text) - 1
-        for n in range(min(self._longest, len(text) - 1), 0, -1):
+        for n in sizes:
             if (end := self._end.get(tuple(text[-n:]), 0)) > 0:
                 return list(text[end : end + count])
         return []
@@ -191,6 +200,7 @@ class PromptLookupProposer:
     def __init__(self, *, num_drafts: int, max_ngram: int, device: torch.device) -> None:
         self.num_drafts, self.max_ngram, self._device = num_drafts, max_ngram, device
         self.tap_ids: tuple[int, ...] = ()
+        self.max_positions: int | None = None
         self._ngrams: list[NGrams] = []  # of each row
 
     def settings(self) -> dict[str, Any]:
