@@ -26,7 +26,9 @@ def stage(**changes: Any) -> CalibrateSTS:
     return CalibrateSTS(**(settings | changes))
 
 
-def generations(prompts: Sequence[list[int]], *, true: Sequence[float], rounds: int = 20) -> list[Generation]:
+def generations(
+    prompts: Sequence[list[int]], *, true: Sequence[float], rounds: int = 20, longest: int = 3
+) -> list[Generation]:
     """Rounds of heads whose logits are `true` times too large; a drafted stop ends what counts now and then."""
     made = []
     for (number,) in prompts:
@@ -35,7 +37,7 @@ def generations(prompts: Sequence[list[int]], *, true: Sequence[float], rounds: 
         hits = torch.rand(z.shape, generator=rng, dtype=torch.float64) < z.sigmoid()
         accepted = hits.long().cumprod(1).sum(1).tolist()
         logits = (z * torch.tensor(true)).tolist()
-        valid = torch.randint(1, 3 * len(true), (rounds,), generator=rng).clamp(max=len(true)).tolist()
+        valid = torch.randint(1, 3 * len(true), (rounds,), generator=rng).clamp(max=longest).tolist()
         made.append(
             Generation(
                 rounds=[
@@ -52,13 +54,13 @@ def run(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     target = toys.target()
     draft = toys.draft(target, block=3, head="vanilla", confidence=True)
 
-    def run(own: CalibrateSTS, *, true: Sequence[float] = TRUE, prompts: Any = PROMPTS, rounds: int = 20) -> Any:
+    def run(own: CalibrateSTS, *, true: Sequence[float] = TRUE, prompts: Any = PROMPTS, **traces: int) -> Any:
         class Decoder:
             def __init__(self, **options: Any) -> None:
                 assert (options["sampling"], options["record_confidence"]) == (own.sampling, True)
 
             def decode(self, batch: Any, **options: Any) -> list[Generation]:
-                return generations(batch, true=true, rounds=rounds)
+                return generations(batch, true=true, **traces)
 
         monkeypatch.setattr(calibrate, "Speculative", Decoder)
         return draft, own(target=target, draft=draft, prompts=prompts, stop_ids=())
@@ -113,8 +115,8 @@ def test_answers_that_end_too_early_get_one_line(toys: SimpleNamespace, run: Any
     stage(max_new_tokens=4).check(draft)
     with pytest.raises(UserError, match="no calibration rounds"):
         run(stage(), rounds=0)
-    with pytest.raises(UserError, match=r"too few calibration rounds .*Raise calibration.max_new_tokens=99"):
-        run(stage(), rounds=1, prompts=PROMPTS[:6])
+    with pytest.raises(UserError, match=r"rounds at draft slots \[3\].*Raise calibration.max_new_tokens=99"):
+        run(stage(), longest=2)
     with pytest.raises(UserError, match="4 calibration prompts are too few"):
         run(stage(), prompts=PROMPTS[:4])
     with pytest.raises(UserError, match="confidence_head=true"):
