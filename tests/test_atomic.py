@@ -136,7 +136,8 @@ def _killed_at(call: int, write: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_killed_at_any_step_leaves_one_of_both_whole(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_killed_at_any_step_leaves_one_of_both_whole(tmp_path: Path, kind: str, first: int) -> None:
     """The old or the new content; a write after it finds its way."""
 
     def write(root: Path, content: str) -> None:
@@ -147,14 +148,18 @@ def test_killed_at_any_step_leaves_one_of_both_whole(tmp_path: Path, kind: str) 
     def read(root: Path) -> set[str]:
         return {text for name, text in _tree(root).items() if name.startswith("out")}
 
-    seen, missing, call = [], 0, 0
+    seen, missing, call = [], 0, first
     while True:
         root = tmp_path / str(call := call + 1)
         root.mkdir()
         write(root, "old")
-        killed = _killed_at(call, lambda root=root: write(root, "new"))  # type: ignore[misc]
+        killed = _killed_at(call - first, lambda root=root: write(root, "new"))  # type: ignore[misc]
         missing += not read(root)
-        restore(root / "out")
+        if call % 2:
+            restore(root / "out")
+        else:  # a write brings the old one back before anything else, and so leaves it when it fails
+            with pytest.raises(ZeroDivisionError):
+                _write(root / "out", kind, ZeroDivisionError())
         (found,) = read(root)
         assert len(_tree(root / "out")) == (0 if kind == "file" else 2)
         seen.append(found)
