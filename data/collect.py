@@ -29,7 +29,7 @@ def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
     passes = tokens = states = runs = right = stayed = 0
     histogram = [0] * bins
     for sample in samples:
-        tokens += len(sample.response) - 1
+        tokens += len(sample.response_R) - 1
         for block in sample.blocks:
             *drafts, clean = block
             passes += len(drafts)
@@ -46,7 +46,7 @@ def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
                 stayed += sum(following[i] == clean[i] for i in later)
     return {
         "samples": len(samples),
-        "tokens": sum(len(s.response) for s in samples),
+        "tokens": sum(len(s.response_R) for s in samples),
         "passes_per_token": passes / max(tokens, 1),
         "noise_ratio": [count / max(states, 1) for count in histogram],
         "ngram": runs / max(states, 1),

@@ -1,10 +1,12 @@
 """Data modules: tokenised conversations for drafters, packed documents for the AR base.
 
 Everything is a function of the seed; where an epoch stands lives in torchdata's StatefulDataLoader, so a resumed run
-goes on mid-epoch. Legend: B = rows, L = positions.
+goes on mid-epoch. Each rank loads its own share of every batch: the trainer must not share the rows out once more
+(use_distributed_sampler: false). Legend: B = rows, L = positions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +42,19 @@ class Conversations(L.LightningDataModule):
         cache_dir: str,
         batch_size: int,
         max_length: int,
+        sort_window: int | None,
         validation: int,
         seed: int,
     ) -> None:
         """`regeneration` has temperature, top_p, max_new_tokens, batch_size; None takes the corpus's responses.
-        Rows longer than `max_length` tokens are cut; `validation` rows are held out of training."""
+        Rows longer than `max_length` tokens are cut; `validation` rows are held out of training. Batches hold rows of
+        like lengths, sorted within windows of `sort_window` rows (None: they are not)."""
         super().__init__()
         self.target, self.source, self.policy = target, source, policy
         self.regeneration = regeneration
         self.cache_dir = Path(cache_dir).expanduser()
         self.batch_size, self.max_length, self.validation, self.seed = batch_size, max_length, validation, seed
+        self.sort_window = sort_window
         self._target_sha256 = fingerprint(target.model)  # now: a method may add adapters to it
         self._rows: list[Document] = []
         if target.tokenizer is None or target.tokenizer.chat_template is None:
@@ -71,6 +76,7 @@ class Conversations(L.LightningDataModule):
             "target_sha256": self._target_sha256,
             "prompt_policy": self.prompt_policy,
             "regeneration": dict(self.regeneration or {}),
+            "stop_ids": list(self.target.stop_ids),
             "dtype": str(self.target.dtype),
             "seed": self.seed,
         }
@@ -125,28 +131,79 @@ class Conversations(L.LightningDataModule):
 
     def train_dataloader(self) -> StatefulDataLoader:
         rows = self._rows[self.validation :]
-        return shuffled(rows, batch_size=self.batch_size, collate=pad, seed=self.seed, epoch=epoch_of(self))
+        return shuffled(
+            rows,
+            lengths=[len(ids) for ids, _ in rows],
+            batch_size=self.batch_size,
+            window=self.sort_window,
+            collate=pad,
+            module=self,
+            seed=self.seed,
+        )
 
     def val_dataloader(self) -> StatefulDataLoader:
-        return StatefulDataLoader(self._rows[: self.validation], batch_size=self.batch_size, collate_fn=pad)
+        return held_out(self._rows[: self.validation], batch_size=self.batch_size, collate=pad, module=self)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `ranks` processes that train together."""
+
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of(cls, module: L.LightningDataModule) -> "Share":
+        trainer = module.trainer
+        return cls(0, 1) if trainer is None else cls(trainer.global_rank, trainer.world_size)
 
 
 class Shuffle(Sampler[int]):
-    """An order that seed and epoch alone decide: a generator that runs on through the epochs would not be where it was
-    after a resume. Lightning calls `set_epoch`, but after a resume only from the second epoch on."""
+    """The rows of one rank, `batch_size` to a batch, in an order that seed and epoch alone decide.
 
-    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
-        self.size, self.seed, self.epoch = size, seed, epoch
+    All ranks together see, step by step, the batches that one rank would see whose batch is `ranks` times as large:
+    each takes every `ranks`-th row of them. What does not fill the last of these is left out (unless it is the only
+    one). With a window, rows are sorted by length within windows of about so many rows, so that a batch holds rows of
+    like lengths, and the batches are then shuffled.
+
+    A generator that runs on through the epochs would not be where it was after a resume. Lightning calls `set_epoch`,
+    but after a resume only from the second epoch on.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, batch_size: int, window: int | None, seed: int, epoch: int, share: Share
+    ) -> None:
+        self.lengths, self.window, self.seed, self.epoch, self.share = lengths, window or 0, seed, epoch, share
+        self.together = batch_size * share.ranks
+        if len(lengths) < share.ranks:
+            raise UserError(f"{len(lengths)} training rows are too few for {share.ranks} ranks: raise the prompt count")
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.size
+        return len(range(self.share.rank, self._used, self.share.ranks))
+
+    @property
+    def _used(self) -> int:
+        """Rows of all ranks."""
+        rows = len(self.lengths)
+        return rows - rows % self.together if rows >= self.together else rows
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(prompt_seed(self.seed, f"epoch {self.epoch}"))
-        yield from torch.randperm(self.size, generator=generator).tolist()
+        rows = torch.randperm(len(self.lengths), generator=generator).tolist()[: self._used]
+        if self.window:
+            whole = max(1, self.window // self.together) * self.together  # batches do not cross windows
+            rows = [row for part in _parts(rows, whole) for row in sorted(part, key=self.lengths.__getitem__)]
+            batches = _parts(rows, self.together)
+            rows = [row for i in torch.randperm(len(batches), generator=generator).tolist() for row in batches[i]]
+        for batch in _parts(rows, self.together):
+            yield from batch[self.share.rank :: self.share.ranks]
+
+
+def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
 def epoch_of(module: L.LightningDataModule) -> int:
@@ -162,16 +219,40 @@ class _Loader(StatefulDataLoader):
 
 
 def shuffled(
-    rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], seed: int, epoch: int
+    rows: Sequence[Any],
+    *,
+    lengths: Sequence[int],
+    batch_size: int,
+    window: int | None,
+    collate: Callable[..., Any],
+    module: L.LightningDataModule,
+    seed: int,
 ) -> StatefulDataLoader:
-    """A training loader in another order each epoch, without a last batch that is not full (if there is a full one)."""
-    return _Loader(
-        rows,
-        batch_size=batch_size,
-        sampler=Shuffle(len(rows), seed=seed, epoch=epoch),
-        drop_last=len(rows) >= batch_size,
-        collate_fn=collate,
-    )
+    """A training loader in another order each epoch; this rank's share of it (see Shuffle)."""
+    epoch, share = epoch_of(module), Share.of(module)
+    sampler = Shuffle(lengths, batch_size=batch_size, window=window, seed=seed, epoch=epoch, share=share)
+    return _Loader(rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
+
+
+def held_out(
+    rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], module: L.LightningDataModule
+) -> StatefulDataLoader:
+    """A validation loader: every row on one rank, and as many batches on each."""
+    batches = shares(rows, batch_size=batch_size, share=Share.of(module))
+    return StatefulDataLoader(batches, batch_size=None, collate_fn=collate)
+
+
+def shares(rows: Sequence[Any], *, batch_size: int, share: Share) -> list[Sequence[Any]]:
+    """One rank's batches of all rows in their order: no row left out or twice, as many batches on each rank.
+
+    Raises UserError when there are fewer rows than ranks.
+    """
+    if 0 < len(rows) < share.ranks:
+        raise UserError(f"{len(rows)} validation rows are too few for {share.ranks} ranks: raise data.validation")
+    batches = _parts(rows, batch_size * share.ranks)
+    if len(batches) > 1 and len(batches[-1]) < share.ranks:  # too few for a row on each rank
+        batches[-2:] = [[*batches[-2], *batches[-1]]]
+    return [batch[share.rank :: share.ranks] for batch in batches]
 
 
 def pad(rows: Sequence[Document]) -> Batch:
@@ -220,10 +301,18 @@ class PackedCorpus(L.LightningDataModule):
 
     def train_dataloader(self) -> StatefulDataLoader:
         rows = self._rows[self.validation :]
-        return shuffled(rows, batch_size=self.batch_size, collate=self._collate, seed=self.seed, epoch=epoch_of(self))
+        return shuffled(
+            rows,
+            lengths=[self.row_length] * len(rows),
+            batch_size=self.batch_size,
+            window=None,
+            collate=self._collate,
+            module=self,
+            seed=self.seed,
+        )
 
     def val_dataloader(self) -> StatefulDataLoader:
-        return StatefulDataLoader(self._rows[: self.validation], batch_size=self.batch_size, collate_fn=self._collate)
+        return held_out(self._rows[: self.validation], batch_size=self.batch_size, collate=self._collate, module=self)
 
     def _collate(self, rows: Sequence[list[Document]]) -> Batch:
         return packed_batch(rows, self.row_length)

@@ -4,6 +4,7 @@ A source gives prompts for the splits "train" and "calibration", which never mee
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,10 @@ class Gsm8kPrompts:
 
 
 class JsonlPrompts:
-    """Prompts of one's own: a .jsonl (or .jsonl.gz) file with "prompt", and if you like "id" and "response", a row."""
+    """Prompts of one's own: a .jsonl (or .jsonl.gz) file with "prompt", and if you like "id" and "response", a row.
+
+    A row without an id is named by its text, so that what stands around it may change.
+    """
 
     def __init__(self, *, path: str, train: int, calibration: int) -> None:
         self._path = Path(path).expanduser()
@@ -78,12 +82,15 @@ class JsonlPrompts:
         self.name = self._path.name.split(".")[0]
 
     def prompts(self, split: str) -> list[Prompt]:
-        every = []
+        every: list[Prompt] = []
+        seen: Counter[str] = Counter()
         for number, row in read_jsonl(self._path):
             text = row.get("prompt")
             if not isinstance(text, str) or not text.strip():
                 raise UserError(f'{self._path}, line {number}: no text under "prompt"; give every row one')
-            every.append(Prompt(str(row.get("id", f"{self.name}/{number:06d}")), text, row.get("response")))
+            seen[text] += 1
+            own = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}/{seen[text]}"
+            every.append(Prompt(str(row.get("id", own)), text, row.get("response")))
         if len({p.id for p in every}) < len(every):
             raise UserError(f'{self._path}: an "id" occurs twice; make them unique or leave them out')
         return _split_by_id(every, split, train=self._train, calibration=self._calibration)

@@ -1,10 +1,12 @@
-"""Responses written by the target itself, for training drafters on-policy: keyed by prompt id, resumable.
+"""Responses written by the target itself, for training drafters on-policy: keyed by id and prompt, resumable.
 
     python -m data.regenerate recipe=dspark target=smollm2_135m data=gsm8k
 
-The file is append-only JSON Lines: a first row with the settings, then one row a response. After kill -9 a torn last
-line is dropped and what is missing is generated; responses depend on the prompt's id and the seed alone, so an
-interrupted file equals an unbroken one.
+The file is append-only JSON Lines: a first row with the settings, then one row a response. A response belongs to an id
+and its prompt tokens: a changed prompt is answered anew, new prompts are added, all others keep their answers, and two
+data sets of one name share a file in peace. After kill -9 a torn last batch is dropped and what is missing is
+generated; responses depend on the prompt, its id and the seed alone (and, in float32, on the batch's shape, so that a
+batch is run whole): an interrupted file equals an unbroken one.
 """
 
 import hashlib
@@ -27,6 +29,8 @@ from dspec.errors import UserError
 
 log = logging.getLogger(__name__)
 
+Key = tuple[str, tuple[int, ...]]  # what a response answers: an id and the prompt's tokens
+
 
 @dataclass(frozen=True)
 class Response:
@@ -34,6 +38,16 @@ class Response:
     prompt_tokens: list[int]
     tokens: list[int]  # up to and including the stop token
     stopped: bool
+
+
+def key(name: str, ids: Sequence[int]) -> Key:
+    return name, tuple(ids)
+
+
+def batches_of(prompts: Sequence[tuple[str, list[int]]], batch_size: int) -> list[list[tuple[str, list[int]]]]:
+    """(id, ids) prompts in batches of like lengths, shortest first: what is left after a stop has the same batches."""
+    ranked = sorted(prompts, key=lambda p: len(p[1]))
+    return [ranked[i : i + batch_size] for i in range(0, len(ranked), batch_size)]
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
@@ -46,17 +60,16 @@ def settings_key(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[str, Response]:
-    """Finished responses by id; {} when there is no file. A torn last line is passed over.
+def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[Key, Response]:
+    """Finished responses; {} when there is no file. A torn last line is passed over.
 
     Raises UserError when the file was written with other settings or an inner row is malformed.
     """
     if not path.is_file():
         return {}
     raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    done: dict[str, Response] = {}
-    for number, line in enumerate(whole.splitlines(), 1):
+    done: dict[Key, Response] = {}
+    for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
         try:
             row = json.loads(line)
             if number == 1:
@@ -65,10 +78,9 @@ def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[str, Respons
                 continue
             response = Response(row["id"], row["prompt_tokens"], row["tokens"], row["stopped"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number} is malformed ({error!r}); delete that line and run again"
-            ) from error
-        done[response.id] = response
+            mend = "move the file away to generate anew" if number == 1 else "delete that line and run again"
+            raise UserError(f"{path}, line {number} is malformed ({error!r}); {mend}") from error
+        done[key(response.id, response.prompt_tokens)] = response
     return done
 
 
@@ -90,18 +102,16 @@ def regenerate(
     stays, and the next run goes on from there.
     """
     done = read_responses(path, settings)
-    if all(name in done for name, _ in prompts):
-        return [done[name] for name, _ in prompts]
-    try:
-        with _alone(path):
-            done = read_responses(path, settings)
-            _drop_torn_line(path)
-            _generate_missing(
-                path, settings, prompts, done, decoder, stop_ids, max_new_tokens, batch_size, seed, describe
-            )
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
-    return [done[name] for name, _ in prompts]
+    if any(key(*prompt) not in done for prompt in prompts):
+        try:
+            with _alone(path):
+                _drop_torn_batch(path)
+                done = read_responses(path, settings)
+                missing = batches_of([p for p in prompts if key(*p) not in done], batch_size)
+                _generate(path, settings, missing, done, decoder, stop_ids, max_new_tokens, seed, describe)
+        except OSError as error:
+            raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
+    return [done[key(*prompt)] for prompt in prompts]
 
 
 @contextmanager
@@ -120,49 +130,56 @@ def _alone(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _drop_torn_line(path: Path) -> None:
-    if path.is_file():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+def _drop_torn_batch(path: Path) -> None:
+    """Cuts the file behind the last row that no row of its batch follows (`left` 0)."""
+    if not path.is_file():
+        return
+    raw = path.read_bytes()
+    end = raw.rfind(b"\n") + 1
+    while end and _left(raw[raw.rfind(b"\n", 0, end - 1) + 1 : end]):
+        end = raw.rfind(b"\n", 0, end - 1) + 1
+    os.truncate(path, end)
 
 
-def _generate_missing(
+def _left(line: bytes) -> int:
+    """Rows of the batch that come behind this one; 0 for what is no response: reading says what is wrong with it."""
+    try:
+        return int(json.loads(line)["left"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def _generate(
     path: Path,
     settings: Mapping[str, Any],
-    prompts: Sequence[tuple[str, list[int]]],
-    done: dict[str, Response],
+    batches: Sequence[Sequence[tuple[str, list[int]]]],
+    done: dict[Key, Response],
     decoder: Decoder,
     stop_ids: Sequence[int],
     max_new_tokens: int,
-    batch_size: int,
     seed: int,
     describe: Callable[[list[int]], str],
 ) -> None:
-    """Generates and appends what `done` lacks, and adds it there."""
-    ranked = sorted(prompts, key=lambda p: len(p[1]))  # batches of like lengths
-    batches = [ranked[i : i + batch_size] for i in range(0, len(ranked), batch_size)]
-    # a half-written batch is run whole again: its shape decides how float32 rounds
-    todo = [batch for batch in batches if any(name not in done for name, _ in batch)]
-    if not todo:
+    """Generates and appends responses, batch by batch, and adds them to `done`."""
+    if not batches:
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with path.open("a", encoding="utf-8") as file, Progress(TextColumn("responses by the target"), *columns) as bar:
-        task = bar.add_task("regenerate", total=sum(map(len, todo)))
+        task = bar.add_task("regenerate", total=sum(map(len, batches)))
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-        for batch in todo:
+        for batch in batches:
             generations = decoder.decode(
                 [ids for _, ids in batch],
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
                 seeds=[prompt_seed(seed, name) for name, _ in batch],
             )
-            for (name, ids), generation in zip(batch, generations, strict=True):
-                if name in done:
-                    continue
+            for i, ((name, ids), generation) in enumerate(zip(batch, generations, strict=True), 1):
                 response = Response(name, ids, generation.tokens, generation.stopped)
-                row = vars(response) | {"text": describe(generation.tokens)}
+                row = vars(response) | {"left": len(batch) - i, "text": describe(generation.tokens)}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                done[name] = response
+                done[key(name, ids)] = response
             file.flush()
             os.fsync(file.fileno())
             bar.advance(task, len(batch))

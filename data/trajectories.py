@@ -3,12 +3,12 @@
     python -m data.collect recipe=jacobi_forcing                       collects them ahead of training (collect.py)
 
 The decoder is dspec/decoding/jacobi.py with one block in flight and no recycling. A folder holds one safetensors file
-a batch of prompts, each written whole or not at all, so that a run goes on after kill -9 where it stopped; a
-trajectory depends on the prompt, its id, the seed and the settings in settings.json alone (and, in float32, on the
-batch's shape, so that a batch is run whole). Prompt and response are stored once a sample, the states as integers.
+a batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
+stopped; a trajectory depends on the prompt, its id, the seed and the settings in settings.json alone (and, in float32,
+on the batch's shape, so that a batch is run whole). A changed prompt is decoded anew, new ones are added, all others
+stay. Samples are views of the memory-mapped files: what is not in a batch takes no memory.
 """
 
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +23,9 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
-from data.module import Conversations, epoch_of, shuffled
+from data.module import Conversations, held_out, shuffled
 from data.prompts import PromptSource
-from data.regenerate import prompt_seed, settings_key
+from data.regenerate import Key, batches_of, key, prompt_seed, settings_key
 from dspec.atomic import atomic_file, write_json
 from dspec.decoding.blocks import Flight, Plan
 from dspec.decoding.jacobi import Jacobi
@@ -61,21 +61,19 @@ def trace(
         for begin in range(0, len(generation.tokens), n):
             clean = generation.tokens[begin : begin + n]
             blocks.append([*(s[: len(clean)] for s in own.get(begin // n, [])), clean])
-        samples.append(Sample(ids, generation.tokens, blocks))
+        samples.append(Sample.of(ids, generation.tokens, blocks, block_size=n))
     return samples
 
 
-def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample], *, block_size: int) -> None:
+def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample]) -> None:
     """One safetensors file: flat integers and the lengths that cut them."""
-    blocks = [states for sample in samples for states in sample.blocks]
-    padded = [state + [0] * (block_size - len(state)) for states in blocks for state in states]
     tensors = {
-        "prompt": torch.tensor([t for s in samples for t in s.prompt], dtype=torch.int32),
-        "prompt_length": torch.tensor([len(s.prompt) for s in samples], dtype=torch.int32),
-        "response": torch.tensor([t for s in samples for t in s.response], dtype=torch.int32),
-        "response_length": torch.tensor([len(s.response) for s in samples], dtype=torch.int32),
-        "states": torch.tensor(padded, dtype=torch.int32).view(-1, block_size),
-        "states_per_block": torch.tensor([len(states) for states in blocks], dtype=torch.int32),
+        "prompt": torch.cat([s.prompt_P for s in samples]),
+        "prompt_length": torch.tensor([len(s.prompt_P) for s in samples], dtype=torch.int32),
+        "response": torch.cat([s.response_R for s in samples]),
+        "response_length": torch.tensor([len(s.response_R) for s in samples], dtype=torch.int32),
+        "states": torch.cat([s.states_Sn for s in samples]),
+        "states_per_block": torch.cat([s.count_J for s in samples]),
     }
     with atomic_file(path) as scratch:
         try:
@@ -84,32 +82,25 @@ def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample], *, bl
             raise OSError(str(error)) from error
 
 
-def read_shard(path: Path, *, block_size: int) -> dict[str, Sample]:
-    """Samples by prompt id. Raises UserError for a damaged file or one of another block size."""
+def read_shard(path: Path, *, block_size: int) -> dict[Key, Sample]:
+    """Views of the file's samples. Raises UserError for a damaged file or one of another block size."""
     try:
         with safe_open(path, framework="pt") as file:
             names = json.loads(file.metadata()["ids"])
-            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if (stored := tensors["states"].shape[1]) != block_size:
+            raise UserError(f"{path} holds blocks of {stored} tokens, not data.block_size={block_size}: collect anew")
+        samples = _cut(tensors, block_size)
+    except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it and run again") from error
-    if (stored := tensors["states"].shape[1]) != block_size:
-        raise UserError(f"{path} holds blocks of {stored} tokens, not data.block_size={block_size}: collect anew")
-    prompts = _cut(tensors["prompt"].tolist(), tensors["prompt_length"].tolist())
-    responses = _cut(tensors["response"].tolist(), tensors["response_length"].tolist())
-    blocks = iter(_cut(tensors["states"].tolist(), tensors["states_per_block"].tolist()))
-    samples = {}
-    for name, prompt, response in zip(names, prompts, responses, strict=True):
-        own = []
-        for begin in range(0, len(response), block_size):
-            length = len(response[begin : begin + block_size])
-            own.append([state[:length] for state in next(blocks)])
-        samples[name] = Sample(prompt, response, own)
-    return samples
+    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, samples, strict=True)}
 
 
-def _cut(values: list[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    return [values[a:b] for a, b in itertools.pairwise(ends)]
+def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Sample]:
+    prompts, responses = (tensors[name].split(tensors[f"{name}_length"].tolist()) for name in ("prompt", "response"))
+    counts = tensors["states_per_block"].split([-(-len(response) // block_size) for response in responses])
+    states = tensors["states"].split([int(count.sum()) for count in counts])
+    return [Sample(*parts) for parts in zip(prompts, responses, states, counts, strict=True)]
 
 
 def collect(
@@ -123,40 +114,36 @@ def collect(
     batch_size: int,
     seed: int,
 ) -> list[Sample]:
-    """Trajectories of (id, ids) prompts in their order; only batches that `folder` lacks are decoded.
+    """Trajectories of (id, ids) prompts in their order; only what `folder` lacks is decoded.
 
-    Raises UserError when the folder was written with other settings or prompts, or the disk is full: what was
-    written stays, and the next run goes on from there.
+    Raises UserError when the folder was written with other settings or the disk is full: what was written stays, and
+    the next run goes on from there.
     """
-    ranked = sorted(prompts, key=lambda p: len(p[1]))  # batches of like lengths
-    batches = [ranked[i : i + batch_size] for i in range(0, len(ranked), batch_size)]
     n = decoder.plan.block_size
-    done: dict[str, Sample] = {}
+    done: dict[Key, Sample] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second run of the same settings waits, then finds all there
         _check_settings(folder / "settings.json", settings)
-        for number, batch in _with_progress(batches, folder):
-            path, names = folder / f"{number:05d}.safetensors", [name for name, _ in batch]
-            if not path.is_file():
-                traced = trace(decoder, batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed)
-                write_shard(path, names, traced, block_size=n)
-            own = read_shard(path, block_size=n)
-            if list(own) != names:
-                raise UserError(f"{path} belongs to other prompts; move {folder} away to collect anew")
-            done |= own
-    return [done[name] for name, _ in prompts]
+        for path in sorted(folder.glob("*.safetensors")):
+            done |= read_shard(path, block_size=n)
+        missing = [prompt for prompt in prompts if key(*prompt) not in done]
+        for batch in _with_progress(batches_of(missing, batch_size)):
+            path = folder / f"{settings_key({'prompts': batch})}.safetensors"
+            traced = trace(decoder, batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed)
+            write_shard(path, [name for name, _ in batch], traced)
+            done |= read_shard(path, block_size=n)
+    return [done[key(*prompt)] for prompt in prompts]
 
 
-def _with_progress(batches: Sequence[Prompts], folder: Path) -> Iterator[tuple[int, Prompts]]:
-    """Numbered batches; with a bar where some are still to be decoded."""
-    if all((folder / f"{number:05d}.safetensors").is_file() for number in range(len(batches))):
-        yield from enumerate(batches)
+def _with_progress(batches: Sequence[Prompts]) -> Iterator[Prompts]:
+    """The batches, with a bar where there are any."""
+    if not batches:
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("Jacobi trajectories of the target"), *columns) as bar:
         task = bar.add_task("collect", total=sum(map(len, batches)))
-        for number, batch in enumerate(batches):
-            yield number, batch
+        for batch in batches:
+            yield batch
             bar.advance(task, len(batch))
 
 
@@ -180,6 +167,7 @@ class Trajectories(Conversations):
         cache_dir: str,
         batch_size: int,
         max_length: int,
+        sort_window: int | None,
         validation: int,
         seed: int,
         block_size: int,
@@ -195,6 +183,7 @@ class Trajectories(Conversations):
             cache_dir=cache_dir,
             batch_size=batch_size,
             max_length=max_length,
+            sort_window=sort_window,
             validation=validation,
             seed=seed,
         )
@@ -209,11 +198,7 @@ class Trajectories(Conversations):
 
     @property
     def folder(self) -> Path:
-        return self.cache_dir / "trajectories" / f"{self.source.name}-{settings_key(self._all_settings())}"
-
-    def _all_settings(self) -> dict[str, Any]:
-        prompts = settings_key({"prompts": self.encoded("train")})
-        return self.settings() | {"prompts_sha256": prompts}
+        return self.cache_dir / "trajectories" / f"{self.source.name}-{settings_key(self.settings())}"
 
     def samples(self) -> list[Sample]:
         """Trajectories of the training prompts, collected where missing."""
@@ -222,7 +207,7 @@ class Trajectories(Conversations):
         plan = Plan(block_size=self.block_size, blocks=1, activation=1.0, pool_size=0, candidates=0)
         return collect(
             self.folder,
-            self._all_settings(),
+            self.settings(),
             self.encoded("train"),
             Jacobi(target=self.target, sampling=Sampling(**wanted), plan=plan),
             stop_ids=self.target.stop_ids,
@@ -238,7 +223,7 @@ class Trajectories(Conversations):
         if self._packed:
             return
         fitting = [self._within(s) for s in self.samples()]
-        usable = [s for s in fitting if len(s.response) > 1]
+        usable = [s for s in fitting if len(s.response_R) > 1]
         if len(usable) <= self.validation:
             raise UserError(
                 f"{len(usable)} of {len(fitting)} responses are longer than one token, data.validation holds out "
@@ -249,15 +234,19 @@ class Trajectories(Conversations):
 
     def _within(self, sample: Sample) -> Sample:
         """The blocks that fit `max_length`."""
-        kept = max(0, self.max_length - len(sample.prompt)) // self.block_size
-        if len(sample.prompt) + len(sample.response) <= self.max_length:
-            return sample
-        return Sample(sample.prompt, sample.response[: kept * self.block_size], sample.blocks[:kept])
+        room = self.max_length - len(sample.prompt_P)
+        return sample if len(sample.response_R) <= room else sample.beginning(max(0, room) // self.block_size)
 
     def train_dataloader(self) -> StatefulDataLoader:
         return shuffled(
-            self._packed, batch_size=self.batch_size, collate=packed_batch, seed=self.seed, epoch=epoch_of(self)
+            self._packed,
+            lengths=[sum(sample.packed_length for sample in row) for row in self._packed],
+            batch_size=self.batch_size,
+            window=self.sort_window,
+            collate=packed_batch,
+            module=self,
+            seed=self.seed,
         )
 
     def val_dataloader(self) -> StatefulDataLoader:
-        return StatefulDataLoader(self._held_out, batch_size=self.batch_size, collate_fn=packed_batch)
+        return held_out(self._held_out, batch_size=self.batch_size, collate=packed_batch, module=self)

@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield scratch
+        _to_disk(scratch)
         os.replace(scratch, path)
+        _to_disk(path.parent)
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror or error}); what was there before is untouched"
@@ -34,23 +36,28 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder: the new one takes the old one's place only when it is complete."""
-    scratch = None
+    """The same for a folder: the new one takes the old one's place only when it is complete.
+
+    No file system swaps two folders in one portable step. A process that is killed between the two renames leaves the
+    old one as .<name>.old: `restore` brings it back, the next write does so first.
+    """
+    scratch, old = None, _old(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        restore(path)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         scratch.chmod(0o755)
         yield scratch
-        old = path.with_name(f".{path.name}.old")
+        for part in (*scratch.rglob("*"), scratch):
+            _to_disk(part)
         if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
             os.replace(path, old)
         try:
             os.replace(scratch, path)
         except OSError:
-            if old.exists():
-                os.replace(old, path)
+            restore(path)
             raise
+        _to_disk(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise UserError(
@@ -59,6 +66,31 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def restore(path: Path) -> None:
+    """Brings back a folder whose writer was killed between its renames, and clears what another one left behind."""
+    old = _old(path)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    elif old.exists():
+        with suppress(OSError):  # not ours to move: as good as missing
+            os.replace(old, path)
+
+
+def _old(path: Path) -> Path:
+    return path.parent / f".{path.name}.old"
+
+
+def _to_disk(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names where that can be asked for, survive a power cut."""
+    folder = path.is_dir()
+    with suppress(OSError) if folder else nullcontext():
+        descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -56,9 +56,14 @@ class CalibrateSTS:
         self.grid = temperature_grid(low=grid_low, high=grid_high, points=grid_points)
 
     def check(self, draft: Draft | None) -> None:
-        """Raises UserError for a drafter without a confidence head."""
+        """Raises UserError for a drafter without a confidence head, or answers too short to reach its last slot."""
         if draft is None or draft.confidence_head is None:
             raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=none")
+        if self.max_new_tokens <= (slots := draft.config.num_drafts):
+            raise UserError(
+                f"calibration.max_new_tokens={self.max_new_tokens} ends answers before the last of {slots} draft "
+                f"slots; give at least {slots + 1}, better hundreds"
+            )
 
     def __call__(
         self,
@@ -69,7 +74,7 @@ class CalibrateSTS:
         stop_ids: Sequence[int],
         artefact: Path | None = None,
     ) -> dict[str, Any]:
-        """Sets `draft.calibration` and returns the report. Raises UserError when there are too few prompts.
+        """Sets `draft.calibration` and returns the report. Raises UserError when prompts or rounds are too few.
 
         `artefact` is a JSON file in which the outcome is kept, and from which it is taken if it was found for the same
         weights, prompts and settings.
@@ -111,6 +116,7 @@ class CalibrateSTS:
         traces, prompt_N = gather(generations)
         shares = [self.fit_share / self.folds] * self.folds + [1 - self.fit_share]
         *folds, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
+        self._check_rounds(folds, report)
         gain = cross_validated_gain(folds, grid=self.grid, bins=self.bins)
         temperatures = fit_sts(fit := Traces.cat(folds), grid=self.grid, bins=self.bins)
         if gain <= self.min_gain:
@@ -120,9 +126,22 @@ class CalibrateSTS:
             "temperatures": temperatures.tolist(),
             "cross_validated_gain": gain,
             "sampling": self.sampling.to_dict(),
+            "fitting_rounds": len(fit.valid_N),
             **calibration_report(report, temperatures, bins=self.bins),
-            "rounds": {"fit": len(fit.valid_N), "report": len(report.valid_N)},
         }
+
+    def _check_rounds(self, folds: Sequence[Traces], report: Traces) -> None:
+        """Each slot counts in two folds at least (one may be held out), each part has a round that counts."""
+        slot_K = torch.arange(report.logits_NK.shape[1])
+        counts = torch.stack([(part.valid_N[:, None] > slot_K).sum(0) for part in (*folds, report)])
+        few = ((counts[:-1] > 0).sum(0) < 2).nonzero()[:, 0] + 1
+        if len(few) or not (counts[:, 0] > 0).all():
+            where = f"at draft slots {few.tolist()}" if len(few) else "in some of its parts"
+            raise UserError(
+                f"too few calibration rounds {where}: the answers end too early. Raise "
+                f"calibration.max_new_tokens={self.max_new_tokens} or the data source's calibration count, or say "
+                "calibration=none"
+            )
 
 
 def _kept(path: Path, key: str | None) -> dict[str, Any] | None:
@@ -134,8 +153,13 @@ def _kept(path: Path, key: str | None) -> dict[str, Any] | None:
 
 
 def gather(generations: Sequence[Generation]) -> tuple[Traces, torch.Tensor]:
-    """The rounds of all generations as Traces, and each round's prompt index [N]."""
+    """The rounds of all generations as Traces, and each round's prompt index [N].
+
+    Raises UserError when there is no round: all answers ended with their first token.
+    """
     rounds = [(i, r) for i, g in enumerate(generations) for r in g.rounds]
+    if not rounds:
+        raise UserError("no calibration rounds: all answers ended with their first token; take other prompts")
     return (
         Traces(
             torch.tensor([r.confidence for _, r in rounds], dtype=torch.float64),

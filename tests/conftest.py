@@ -190,6 +190,7 @@ class OracleProposer:
     """
 
     tap_ids: tuple[int, ...] = (0, 2)
+    max_positions: int | None = None
 
     def __init__(
         self,

@@ -3,12 +3,13 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dspec.atomic import atomic_file, atomic_folder, write_json
+from dspec.atomic import atomic_file, atomic_folder, restore, write_json
 from dspec.errors import UserError
 
 
@@ -113,3 +114,85 @@ def test_write_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_json(tmp_path / "x.json", {})
     monkeypatch.undo()
     assert _tree(tmp_path) == {"x.json": text}
+
+
+def _killed_at(call: int, write: Any) -> bool:
+    """Runs `write` in a process that dies (as by kill -9) before its `call`-th change of the disk; whether it did."""
+    if (child := os.fork()) == 0:
+        left = call
+
+        def dying(function: Any) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal left
+                left -= 1
+                return os._exit(9) if left == 0 else function(*args, **kwargs)
+
+            return wrapped
+
+        os.replace, os.fsync, shutil.rmtree = dying(os.replace), dying(os.fsync), dying(shutil.rmtree)
+        write()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_killed_at_any_step_leaves_one_of_both_whole(tmp_path: Path, kind: str, first: int) -> None:
+    """The old or the new content; a write after it finds its way."""
+
+    def write(root: Path, content: str) -> None:
+        with atomic_file(root / "out") if kind == "file" else atomic_folder(root / "out") as scratch:
+            for path in [scratch] if kind == "file" else [scratch / "a", scratch / "b"]:
+                path.write_text(content)
+
+    def read(root: Path) -> set[str]:
+        return {text for name, text in _tree(root).items() if name.startswith("out")}
+
+    seen, missing, call = [], 0, first
+    while True:
+        root = tmp_path / str(call := call + 1)
+        root.mkdir()
+        write(root, "old")
+        killed = _killed_at(call - first, lambda root=root: write(root, "new"))  # type: ignore[misc]
+        missing += not read(root)
+        if call % 2:
+            restore(root / "out")
+        else:  # a write brings the old one back before anything else, and so leaves it when it fails
+            with pytest.raises(ZeroDivisionError):
+                _write(root / "out", kind, ZeroDivisionError())
+        (found,) = read(root)
+        assert len(_tree(root / "out")) == (0 if kind == "file" else 2)
+        seen.append(found)
+        write(root, "next")
+        assert read(root) == {"next"}
+        assert not (root / ".out.old").exists()
+        if not killed:
+            break
+    assert seen == sorted(seen, reverse=True)  # old, then new
+    assert {"old", "new"} == set(seen)
+    assert missing == (kind == "folder")  # between the renames: the old one is brought back
+
+
+def test_bytes_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut behind the rename must not leave an empty file under the right name."""
+    steps: list[str] = []
+    replace = os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        steps.append(Path(f"/proc/self/fd/{descriptor}").resolve().name if Path("/proc/self/fd").exists() else "?")
+
+    def watched_replace(source: Path, goal: Path) -> None:
+        steps.append(f"-> {goal.name}")
+        replace(source, goal)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    write_json(tmp_path / "x.json", {})
+    assert len(steps) == 3
+    assert steps[1] == "-> x.json"
+    steps.clear()
+    with atomic_folder(tmp_path / "run") as scratch:
+        (scratch / "deep").mkdir()
+        (scratch / "deep" / "a").write_text("a")
+    assert steps.index("-> run") == 3  # the file, its folder, the whole
+    assert len(steps) == 5

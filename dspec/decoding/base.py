@@ -13,7 +13,8 @@ from dspec.models.cache import PositionCache
 from dspec.models.target import Target
 from dspec.spans import span
 
-Ends = Callable[[Sequence[int]], bool]  # does the answer end with the last of these tokens? (stop strings)
+# stop strings: the length of the shortest beginning of these tokens, longer than so many, that ends the answer
+Ends = Callable[[Sequence[int], int], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,11 @@ class Limits:
     stop_ids: Sequence[int]
     ends: Ends | None = None
 
-    def stops(self, tokens: Sequence[int]) -> bool:
-        """Whether the last token ends the answer before the length limit does."""
-        return tokens[-1] in self.stop_ids or (self.ends is not None and self.ends(tokens))
+    def end(self, tokens: Sequence[int], known: int) -> int | None:
+        """Length of the shortest beginning of `tokens`, longer than `known`, that a stop token or `ends` ends."""
+        stop = next((i + 1 for i in range(known, len(tokens)) if tokens[i] in self.stop_ids), None)
+        text = None if self.ends is None else self.ends(tokens if stop is None else tokens[:stop], known)
+        return stop if text is None else text
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class Generation:
 
     def emit(self, tokens: Sequence[int], limits: Limits) -> None:
         """Appends tokens up to and including the first stop, within the length limit."""
-        for token in tokens[: limits.max_new_tokens - len(self.tokens)]:
-            self.tokens.append(token)
-            if limits.stops(self.tokens):
-                self.stopped = True
-                break
+        known = len(self.tokens)
+        self.tokens += tokens[: limits.max_new_tokens - known]
+        if (end := limits.end(self.tokens, known)) is not None:
+            del self.tokens[end:]
+            self.stopped = True
 
     def done(self, limits: Limits) -> bool:
         return self.stopped or len(self.tokens) >= limits.max_new_tokens
@@ -116,10 +119,13 @@ def prefill(
 ) -> Prefill:
     """One pass over right-padded prompts that emits each row's first token.
 
-    Raises UserError for no prompts, an empty prompt, one that does not fit the context, or max_new_tokens < 1.
+    Raises UserError for no prompts, an empty prompt, one that does not fit the context, max_new_tokens < 1, or
+    another number of seeds than of prompts.
     """
     if not prompts:
         raise UserError("no prompts to decode: give at least one")
+    if len(seeds) != len(prompts):
+        raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts: give each prompt its own")
     if limits.max_new_tokens < 1:
         raise UserError(f"max_new_tokens={limits.max_new_tokens}: at least one token must be asked for")
     for i, prompt in enumerate(prompts):
@@ -168,13 +174,9 @@ def record(
     Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
     length limit do not count.
     """
-    valid = min(len(drafts), limits.max_new_tokens - len(generation.tokens))
-    text = list(generation.tokens)
-    for k, token in enumerate(drafts[:valid]):
-        text.append(token)
-        if limits.stops(text):
-            valid = k + 1
-            break
+    known = len(generation.tokens)
+    text = [*generation.tokens, *drafts[: limits.max_new_tokens - known]]
+    valid = (limits.end(text, known) or len(text)) - known
     emitted = [*drafts[:accepted], following]
     generation.emit(emitted, limits)
     generation.rounds.append(Round(len(drafts), min(accepted, valid), valid, confidence))

@@ -1,5 +1,6 @@
 """Decoders as configs name them: each builds one from target, drafter and sampling."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -33,12 +34,22 @@ def speculative(
     """The trained drafter, with or without its sequential head; a threshold of 0 verifies every draft."""
     if draft is None:
         raise UserError("decoder=speculative needs a drafter: train one (recipe=dspark) or take decoder=autoregressive")
+    proposer = DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes)
+    calibration = draft.calibration
+    if calibration is not None and confidence_threshold > 0 and not proposer.plain:
+        warnings.warn(
+            f"STS temperatures were fitted with the sequential head on and without refinement; this decoder has "
+            f"sequential_head={sequential_head}, refinement_passes={refinement_passes}: they are not used, "
+            "confidences stay raw",
+            stacklevel=2,
+        )
+        calibration = None
     return Speculative(
         target=target,
-        proposer=DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes),
+        proposer=proposer,
         sampling=sampling,
         confidence_threshold=confidence_threshold,
-        calibration=draft.calibration,
+        calibration=calibration,
     )
 
 

@@ -33,6 +33,7 @@ class Proposer(Protocol):
 
     num_drafts: int
     tap_ids: tuple[int, ...]
+    max_positions: int | None  # of a text that it can continue; None: any
 
     def begin(self, features_BLF: Tensor) -> None:
         """A new batch; features of its right-padded prompts."""
@@ -74,7 +75,13 @@ class DraftProposer:
         self.head = draft.markov_head if sequential_head else None
         self.num_drafts = draft.config.num_drafts
         self.tap_ids = draft.config.target_layer_ids
+        self.max_positions = draft.config.transformer.max_position_embeddings
         self._cache: PositionCache = draft.new_cache()
+
+    @property
+    def plain(self) -> bool:
+        """Drafts as training and calibration have them: with the head it has, without refinement."""
+        return self.head is self.draft.markov_head and not self.refinement_passes
 
     def settings(self) -> dict[str, Any]:
         head = self.draft.config.markov_head_type
@@ -165,32 +172,48 @@ class DraftProposer:
         return stacked, None if uniform_BJ is None else torch.stack([law for law in laws if law is not None], 1)
 
 
+class NGrams:
+    """Where each n-gram of a growing text ended last, short of the text's end; new tokens alone are read."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._end: dict[tuple[int, ...], int] = {}
+        self._read = 0  # n-grams that end up to here are known
+
+    def following(self, text: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens behind the latest earlier occurrence of the text's last n-gram, the longest first."""
+        sizes = range(min(self._longest, len(text) - 1), 0, -1)
+        for n in sizes:
+            first = max(0, self._read + 1 - n)
+            grams = zip(*(text[first + i : len(text) - n + i] for i in range(n)), strict=True)
+            self._end.update(zip(grams, range(first + n, len(text)), strict=True))
+        self._read = len(text) - 1
+        for n in sizes:
+            if (end := self._end.get(tuple(text[-n:]), 0)) > 0:
+                return list(text[end : end + count])
+        return []
+
+
 class PromptLookupProposer:
     """Copies what followed the latest earlier occurrence of the last n-gram; needs no training (and no drafter)."""
 
     def __init__(self, *, num_drafts: int, max_ngram: int, device: torch.device) -> None:
         self.num_drafts, self.max_ngram, self._device = num_drafts, max_ngram, device
         self.tap_ids: tuple[int, ...] = ()
+        self.max_positions: int | None = None
+        self._ngrams: list[NGrams] = []  # of each row
 
     def settings(self) -> dict[str, Any]:
         return {"drafts": self.num_drafts, "max_ngram": self.max_ngram}
 
     def begin(self, features_BLF: Tensor) -> None:
-        pass
+        self._ngrams = [NGrams(self.max_ngram) for _ in range(len(features_BLF))]
 
     def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
         pass
 
     def select(self, rows: Tensor) -> None:
-        pass
-
-    def _lookup(self, tokens: Sequence[int]) -> list[int]:
-        for n in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
-            tail = list(tokens[-n:])
-            for start in range(len(tokens) - n - 1, -1, -1):
-                if list(tokens[start : start + n]) == tail:
-                    return list(tokens[start + n : start + n + self.num_drafts])
-        return []
+        self._ngrams = [self._ngrams[i] for i in rows.tolist()]
 
     def propose(
         self,
@@ -201,7 +224,7 @@ class PromptLookupProposer:
         confidence: bool,
     ) -> Proposal:
         with span("lookup"):
-            found = [self._lookup(row) for row in history]
+            found = [own.following(row, self.num_drafts) for own, row in zip(self._ngrams, history, strict=True)]
         padded = [f + [0] * (self.num_drafts - len(f)) for f in found]
         count = torch.tensor([len(f) for f in found], device=self._device)
         return Proposal(torch.tensor(padded, device=self._device), count)

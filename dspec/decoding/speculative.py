@@ -71,6 +71,7 @@ class Speculative:
         ends: Ends | None = None,
     ) -> list[Generation]:
         limits = Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids, ends=ends)
+        self._check_length(max(map(len, prompts), default=0), max_new_tokens)
         self.target.tap(self.proposer.tap_ids)
         state = prefill(self.target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
         live = list(state.generations)
@@ -85,6 +86,14 @@ class Speculative:
                 live, history = [live[i] for i in keep], [history[i] for i in keep]
             self._round(state, live, history, limits)
         return state.generations
+
+    def _check_length(self, prompt: int, new: int) -> None:
+        room = self.proposer.max_positions
+        if room is not None and prompt + new > room:
+            raise UserError(
+                f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the drafter's {room} positions; shorten "
+                "the prompt, lower max_new_tokens, or take a drafter trained for longer texts"
+            )
 
     def _round(
         self,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from dspec.atomic import atomic_folder
+from dspec.atomic import atomic_folder, restore
 from dspec.calibration import Calibration
 from dspec.errors import UserError
 from dspec.models.draft import Draft, DraftConfig
@@ -98,6 +98,7 @@ def from_pretrained(folder: str | Path, *, target: Target, layout: str | None = 
     than the target's, and for layer ids out of range.
     """
     folder = Path(folder)
+    restore(folder)
     raw = _read_config(folder)
     config = parse_config(raw, folder=folder, layout=layout)
     tensors = _read_tensors(folder)

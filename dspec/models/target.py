@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from dspec.atomic import restore
 from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.errors import UserError
@@ -258,7 +259,9 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
         raise UserError(f"target.dtype={dtype} is unknown; say one of {', '.join(DTYPES)}")
     if dtype == "bfloat16" and torch.device(device).type == "cpu":
         check_bfloat16()
-    if (folder := Path(path).expanduser()).is_dir():
+    folder = Path(path).expanduser()
+    restore(folder)
+    if folder.is_dir():
         path = str(folder)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))

@@ -19,6 +19,7 @@ def source(path: Path, *, train: int = 50, calibration: int = 50) -> JsonlPrompt
 
 
 def write(path: Path, rows: list[object]) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
     return path
 
@@ -35,6 +36,18 @@ def test_own_file_splits_by_id_and_obeys_counts(tmp_path: Path) -> None:
     packed = tmp_path / "own.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert source(packed).prompts("train") == train
+
+
+def test_a_row_without_an_id_is_named_by_its_text(tmp_path: Path) -> None:
+    """Lines added before it change neither its id (so its cached response stays) nor the split it belongs to."""
+    rows = [{"prompt": f"question {i}"} for i in range(60)]
+    few, many = write(tmp_path / "own.jsonl", rows), write(tmp_path / "more" / "own.jsonl", [{"prompt": "new"}, *rows])
+    for split in ("train", "calibration"):
+        old, new = ({p.text: p.id for p in source(path, train=99).prompts(split)} for path in (few, many))
+        assert {text: name for text, name in new.items() if text != "new"} == old
+    twice = write(tmp_path / "twice.jsonl", [{"prompt": "same"}] * 30)
+    names = [p.id for split in ("train", "calibration") for p in source(twice).prompts(split)]
+    assert len(set(names)) == len(names) == 30
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.regenerate import prompt_seed, read_responses, regenerate
+from data.regenerate import Response, prompt_seed, read_responses, regenerate
 from dspec.decoding.base import Generation
 from dspec.errors import UserError
 
@@ -20,24 +20,32 @@ class FakeDecoder:
     """Tokens that depend on prompt, seed and the shape of the batch; may die in a given call."""
 
     def __init__(self, die_at: int | None = None) -> None:
-        self.calls, self.die_at = 0, die_at
+        self.calls, self.die_at, self.prompts = 0, die_at, list[Sequence[int]]()
 
     def decode(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int], seeds: Sequence[int]
     ) -> list[Generation]:
         self.calls += 1
+        self.prompts += prompts
         if self.calls == self.die_at:
             raise KeyboardInterrupt
         shape = len(prompts)
         return [Generation([p[0], s % 97, shape], stopped=True) for p, s in zip(prompts, seeds, strict=True)]
 
 
-def run(path: Path, decoder: FakeDecoder, *, seed: int = 0, settings: dict[str, object] | None = None) -> list[object]:
+def run(
+    path: Path,
+    decoder: FakeDecoder,
+    *,
+    seed: int = 0,
+    settings: dict[str, object] | None = None,
+    prompts: list[tuple[str, list[int]]] = PROMPTS,
+) -> list[Response]:
     return list(
         regenerate(
             path=path,
             settings=settings or SETTINGS,
-            prompts=PROMPTS,
+            prompts=prompts,
             decoder=decoder,  # type: ignore[arg-type]
             stop_ids=(1,),
             max_new_tokens=8,
@@ -109,3 +117,46 @@ def test_malformed_inner_row_names_file_and_line(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match=r"r\.jsonl, line 4"):
         read_responses(path, SETTINGS)
+
+
+@pytest.mark.parametrize("first", ["{oops", '{"id": "p0"}', "[]"])
+def test_a_malformed_first_row_is_not_to_be_deleted(tmp_path: Path, first: str) -> None:
+    """Without it the next row would stand for the settings."""
+    path = tmp_path / "r.jsonl"
+    run(path, FakeDecoder())
+    path.write_text("\n".join([first, *path.read_text().splitlines()[1:]]) + "\n")
+    with pytest.raises(UserError, match=r"line 1 is malformed.*move the file away"):
+        run(path, FakeDecoder())
+
+
+def test_a_changed_prompt_is_answered_anew_and_the_others_keep_theirs(tmp_path: Path) -> None:
+    path, edited = tmp_path / "r.jsonl", [*PROMPTS]
+    before = run(path, FakeDecoder())
+    edited[7] = ("p7", [99, 98])
+    decoder = FakeDecoder()
+    after = run(path, decoder, prompts=edited)
+    assert decoder.prompts == [[99, 98]]
+    assert (after[7].prompt_tokens, after[7].tokens[0]) == ([99, 98], 99)
+    assert [r for i, r in enumerate(after) if i != 7] == [r for i, r in enumerate(before) if i != 7]
+    assert run(path, decoder) == before  # the old answer is not lost either
+    assert decoder.calls == 1
+
+
+def test_added_prompts_alone_are_generated(tmp_path: Path) -> None:
+    path, more = tmp_path / "r.jsonl", [(f"new{i}", [50 + i] * (1 + i)) for i in range(6)]
+    before, decoder = run(path, FakeDecoder()), FakeDecoder()
+    after = run(path, decoder, prompts=[*more, *PROMPTS])
+    assert sorted(decoder.prompts) == sorted(ids for _, ids in more)
+    assert after[6:] == before
+    assert [r.id for r in after[:6]] == [name for name, _ in more]
+
+
+def test_two_files_of_one_name_share_the_cache_in_peace(tmp_path: Path) -> None:
+    path, other = tmp_path / "r.jsonl", [(name, [60 + i, i]) for i, (name, _) in enumerate(PROMPTS)]
+    decoder = FakeDecoder()
+    for _ in range(2):
+        for prompts in (PROMPTS, other):
+            got = run(path, decoder, prompts=prompts)
+            assert [(r.id, r.prompt_tokens) for r in got] == prompts
+            assert [r.tokens[0] for r in got] == [ids[0] for _, ids in prompts]
+    assert decoder.calls == 12  # six batches of each, once

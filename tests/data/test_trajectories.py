@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from data.chat import PromptPolicy
 from data.collect import describe, statistics
 from data.prompts import EmbeddedPrompts
+from data.regenerate import prompt_seed
 from data.trajectories import Trajectories, collect, read_shard, trace, write_shard
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.blocks import Plan
+from dspec.decoding.blocks import Flight, Plan
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
@@ -43,8 +45,8 @@ def target() -> Target:
 def module(target: Target, tmp_path: Path, **changes: Any) -> Trajectories:
     settings: dict[str, Any] = {
         "source": EmbeddedPrompts(train={"problems": 8}, calibration={}, seed=0), "policy": POLICY,
-        "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 2, "max_length": 200, "validation": 1,
-        "seed": 0, "block_size": 6, "row_length": 120,
+        "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 2, "max_length": 200, "sort_window": 4,
+        "validation": 1, "seed": 0, "block_size": 6, "row_length": 120,
     }  # fmt: skip
     return Trajectories(target=target, **(settings | changes))
 
@@ -61,9 +63,9 @@ def test_states_are_those_that_decoding_went_through(toys: SimpleNamespace, seed
     )
     moved = 0
     for (_, ids), sample, expected in zip(prompts, samples, serial, strict=True):
-        assert sample.prompt == ids
-        assert sample.response == expected.tokens  # cut behind the stop token
-        assert [t for states in sample.blocks for t in states[-1]] == sample.response
+        assert sample.prompt_P.tolist() == ids
+        assert sample.response_R.tolist() == expected.tokens  # cut behind the stop token
+        assert [t for states in sample.blocks for t in states[-1]] == expected.tokens
         before = list(ids)
         for states in sample.blocks:
             length = len(states[-1])
@@ -75,17 +77,37 @@ def test_states_are_those_that_decoding_went_through(toys: SimpleNamespace, seed
                 moved += state != following
             before += states[-1]
     assert moved >= 3
-    # the noisiest state is a state of its own, not the fixed point under another name
-    assert any(states[0] != states[-1] for sample in samples for states in sample.blocks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_state_is_lost(toys: SimpleNamespace, seed: int) -> None:
+    """One state a pass and the fixed point; the first one is the draft that a block is opened with, its noisiest."""
+    of, n, new = toys.target(toys.FAMILIES[seed], seed=seed, scale=0.4), 5, 17
+    greedy = Jacobi(target=of, sampling=toys.GREEDY, plan=plan(n))
+    for prompt in ([1], [2, 3], [3, 2, 3]):
+        (sample,) = trace(greedy, [("x", prompt)], max_new_tokens=new, stop_ids=[4], seed=seed)
+        own = {"max_new_tokens": new, "stop_ids": [4], "seeds": [prompt_seed(seed, "x")]}
+        (generation,) = greedy.decode([prompt], **own)
+        assert sum(len(states) - 1 for states in sample.blocks) == generation.forwards
+        first = Flight(prompt, generation.tokens[0], plan=plan(n), limit=new, seed=prompt_seed(seed, "x"))
+        assert sample.blocks[0][0] == first.block(0)[: len(generation.tokens)]
+
+
+def lists(sample: Sample) -> tuple[list[int], list[int], list[list[list[int]]]]:
+    return sample.prompt_P.tolist(), sample.response_R.tolist(), sample.blocks
 
 
 def test_shard_round_trip(tmp_path: Path) -> None:
     samples = [
-        Sample([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]]),
-        Sample([9], [8, 8, 8], [[[8, 8, 8]]]),
+        Sample.of([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
+        Sample.of([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
     ]
-    write_shard(tmp_path / "a.safetensors", ["x", "y"], samples, block_size=3)
-    assert read_shard(tmp_path / "a.safetensors", block_size=3) == dict(zip("xy", samples, strict=True))
+    write_shard(tmp_path / "a.safetensors", ["x", "y"], samples)
+    back = read_shard(tmp_path / "a.safetensors", block_size=3)
+    assert list(back) == [("x", (1, 2, 3)), ("y", (9,))]
+    assert [lists(s) for s in back.values()] == [lists(s) for s in samples]
+    for one, two in zip(*(vars(sample).values() for sample in back.values()), strict=True):
+        assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()  # views of the file, not copies
     with pytest.raises(UserError, match=r"blocks of 3 tokens, not data.block_size=4: collect anew"):
         read_shard(tmp_path / "a.safetensors", block_size=4)
     (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-9])
@@ -93,36 +115,61 @@ def test_shard_round_trip(tmp_path: Path) -> None:
         read_shard(tmp_path / "b.safetensors", block_size=3)
 
 
-def gather(toys: SimpleNamespace, folder: Path, *, prompts: int = 7, batch: int = 2, seed: int = 0) -> list[Sample]:
+PROMPTS = [(f"p{i}", [1 + i, 2]) for i in range(7)]
+
+
+def gather(toys: SimpleNamespace, folder: Path, prompts: Any = PROMPTS, *, seed: int = 0) -> list[Any]:
     of = toys.target(seed=1, scale=0.4)
-    return collect(
+    samples = collect(
         folder,
         {"some": "settings"},
-        [(f"p{i}", [1 + i, 2]) for i in range(prompts)],
+        prompts,
         Jacobi(target=of, sampling=toys.GREEDY, plan=plan(4)),
         stop_ids=[4],
         max_new_tokens=12,
-        batch_size=batch,
+        batch_size=2,
         seed=seed,
     )
+    return [lists(sample) for sample in samples]
 
 
 def test_collected_once_and_gaps_filled(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = gather(toys, tmp_path / "a")
-    files = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
-    assert len(files) == 5  # settings and four batches
-    (tmp_path / "a" / "00001.safetensors").unlink()
-    assert gather(toys, tmp_path / "a") == whole
-    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == files
+    def files() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
+
+    whole, written = gather(toys, tmp_path / "a"), files()
+    assert len(written) == 5  # settings and four batches
+    for name in sorted(written.keys() - {"settings.json"}):
+        (tmp_path / "a" / name).unlink()
+        assert gather(toys, tmp_path / "a") == whole
+        assert files() == written
     assert gather(toys, tmp_path / "b", seed=1) != whole
-    assert [s.response for s in gather(toys, tmp_path / "c", seed=1)] == [s.response for s in whole]
+    assert [s[1] for s in gather(toys, tmp_path / "c", seed=1)] == [s[1] for s in whole]
     monkeypatch.setattr("data.trajectories.trace", None)  # all is there: nothing is decoded
     assert gather(toys, tmp_path / "a") == whole
-    with pytest.raises(UserError, match="other prompts"):
-        gather(toys, tmp_path / "a", prompts=6, batch=3)
+    assert gather(toys, tmp_path / "a", PROMPTS[2:5]) == whole[2:5]
     (tmp_path / "a" / "settings.json").write_text('{"some": "other"}')
     with pytest.raises(UserError, match="other settings"):
         gather(toys, tmp_path / "a")
+
+
+def test_added_and_changed_prompts_alone_are_decoded(
+    toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, decoded = gather(toys, tmp_path / "a"), []
+
+    def watched(decoder: Jacobi, prompts: Any, **options: Any) -> list[Sample]:
+        decoded.extend(prompts)
+        return trace(decoder, prompts, **options)
+
+    monkeypatch.setattr("data.trajectories.trace", watched)
+    changed = [("new", [3]), *PROMPTS[:3], ("p3", [9, 9]), *PROMPTS[4:]]
+    got = gather(toys, tmp_path / "a", changed)
+    assert sorted(decoded) == [("new", [3]), ("p3", [9, 9])]
+    assert [s[0] for s in got] == [ids for _, ids in changed]
+    assert got[1:4] + got[5:] == whole[:3] + whole[4:]
+    assert gather(toys, tmp_path / "a") == whole
+    assert len(decoded) == 2
 
 
 def test_full_disk_is_one_line(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +198,8 @@ def test_kill_and_rerun_gives_an_unbroken_runs_files(tmp_path: Path) -> None:
         return subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
     def files(cache: Path) -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in (cache / "trajectories").glob("*/*")}
+        whole = (cache / "trajectories").glob("*/[!.]*")  # a killed write leaves its hidden scratch file
+        return {p.name: p.read_bytes() for p in whole}
 
     killed = start(tmp_path / "killed")
     deadline = time.monotonic() + 120
@@ -181,6 +229,7 @@ def batches(data: Trajectories) -> list[list]:
         {"row_length": 300},
         {"batch_size": 1},
         {"max_length": 50},
+        {"sort_window": None},
         {"validation": 3},
         {"seed": 1},
         {"regeneration": SMALL | {"max_new_tokens": 12}},
@@ -196,6 +245,27 @@ def test_every_option_changes_the_batches(target: Target, tmp_path_factory: Any,
     assert base != changed
 
 
+def test_ranks_share_the_rows(target: Target, tmp_path_factory: Any) -> None:
+    cache = tmp_path_factory.getbasetemp() / "trajectories"
+
+    def rows(rank: int, ranks: int, batch: int) -> list[set[str]]:
+        data = module(target, cache, batch_size=batch)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=ranks, current_epoch=0)
+        data.setup("fit")
+        loaded = [{str(ids[document >= 0].tolist()) for ids, document in zip(b.ids_BL, b.document_BL, strict=True)}
+                  for b in data.train_dataloader()]  # fmt: skip
+        with (
+            pytest.raises(UserError, match="1 validation rows are too few for 2 ranks") if ranks > 1 else nullcontext()
+        ):
+            data.val_dataloader()
+        return loaded
+
+    whole, first, second = rows(0, 1, 2), rows(0, 2, 1), rows(1, 2, 1)
+    assert len(whole) == len(first) == len(second) >= 2
+    assert [one | two for one, two in zip(first, second, strict=True)] == whole
+    assert not any(one & two for one, two in zip(first, second, strict=True))
+
+
 def test_the_cache_is_keyed_by_what_matters(target: Target, tmp_path: Path) -> None:
     base = module(target, tmp_path)
     changes: list[dict[str, Any]] = [
@@ -203,22 +273,23 @@ def test_the_cache_is_keyed_by_what_matters(target: Target, tmp_path: Path) -> N
         {"seed": 1},
         {"regeneration": SMALL | {"batch_size": 2}},
         {"policy": PromptPolicy(system="Be brief.", thinking=False)},
-        {"source": EmbeddedPrompts(train={"problems": 9}, calibration={}, seed=0)},
     ]
     others = [module(target, tmp_path, **change).folder for change in changes]
-    assert len({base.folder, *others}) == 6
-    for change in ({"row_length": 99}, {"batch_size": 1}, {"max_length": 50}, {"validation": 0}):
+    assert len({base.folder, *others}) == 5
+    more = EmbeddedPrompts(train={"problems": 9}, calibration={}, seed=0)
+    for change in ({"row_length": 99}, {"batch_size": 1}, {"max_length": 50}, {"validation": 0}, {"source": more}):
         assert module(target, tmp_path, **change).folder == base.folder
 
 
 def test_long_samples_are_cut_at_whole_blocks(target: Target, tmp_path: Path) -> None:
     data = module(target, tmp_path)
     sample = data.samples()[0]
-    assert data._within(sample) == sample
-    cut = module(target, tmp_path, max_length=len(sample.prompt) + 15)._within(sample)
-    assert cut.response == sample.response[:12]
-    assert cut.blocks == sample.blocks[:2]
-    assert module(target, tmp_path, max_length=len(sample.prompt) + 5)._within(sample).response == []
+    P = len(sample.prompt_P)
+    assert lists(data._within(sample)) == lists(sample)
+    cut = module(target, tmp_path, max_length=P + 15)._within(sample)
+    assert lists(cut) == (sample.prompt_P.tolist(), sample.response_R[:12].tolist(), sample.blocks[:2])
+    for length in (P + 5, P, P - 1):
+        assert lists(module(target, tmp_path, max_length=length)._within(sample))[1:] == ([], [])
 
 
 def test_bad_input_gets_one_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,13 +323,13 @@ def test_statistics_by_hand() -> None:
         [1, 2, 3, 9],
         [1, 2, 3, 4],
     ]  # the last pass verifies [1, 2, 3, 4]'s last token
-    stats = statistics([Sample([0], [1, 2, 3, 4], [states])], bins=4)
+    stats = statistics([Sample.of([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
     assert stats["passes_per_token"] == 1.0  # three passes, three tokens behind the prefill's
     assert stats["noise_ratio"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert stats["ngram"] == pytest.approx(1 / 3)  # the 4 in the second state
     assert stats["stability"] == 0  # which the third one lost
     kept = [[1, 9, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
-    stats = statistics([Sample([0], [1, 2, 3, 4], [kept])], bins=4)
+    stats = statistics([Sample.of([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
     assert (stats["ngram"], stats["stability"]) == (2, 1)
     assert "passes per token: 0.667" in describe(stats)
 
@@ -271,5 +342,5 @@ def test_statistics_of_the_embedded_base(target: Target, tmp_path: Path) -> None
     assert 0 <= stats["stability"] < 1
     settings = json.loads((data.folder / "settings.json").read_text())
     assert settings["block_size"] == 6
-    assert {"target_sha256", "prompt_policy", "regeneration", "seed", "prompts_sha256"} <= settings.keys()
+    assert {"target_sha256", "prompt_policy", "regeneration", "seed", "stop_ids"} <= settings.keys()
     assert Sampling(temperature=settings["regeneration"]["temperature"], top_p=1.0).greedy

@@ -104,7 +104,11 @@ def test_stop_strings_end_the_text(toys: SimpleNamespace) -> None:
     target = toys.target(seed=1, scale=0.4)
     whole = toys.ar(target, [[1, 2, 3]], 20)[0]
     jacobi = decoder(target, toys.GREEDY, block_size=8, blocks=2, activation=0.3)
-    (got,) = jacobi.decode([[1, 2, 3]], max_new_tokens=20, stop_ids=(), seeds=[0], ends=lambda t: len(t) == 7)
+
+    def ends(tokens: list[int], known: int) -> int | None:
+        return 7 if known < 7 <= len(tokens) else None
+
+    (got,) = jacobi.decode([[1, 2, 3]], max_new_tokens=20, stop_ids=(), seeds=[0], ends=ends)
     assert (got.tokens, got.stopped) == (whole[:7], True)
 
 

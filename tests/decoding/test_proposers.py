@@ -3,6 +3,7 @@
 import itertools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -137,14 +138,49 @@ def _lookup(text: list[int], *, drafts: int, ngram: int) -> list[int]:
 
 
 def test_prompt_lookup_against_brute_force(toys: SimpleNamespace) -> None:
+    """Texts that grow by several tokens or none, rows dropped on the way."""
     rng, counts = random.Random(0), set()
-    for _ in range(300):
-        drafts, ngram, vocab = rng.randint(1, 4), rng.randint(1, 3), rng.randint(2, 6)
+    for _ in range(150):
+        drafts, ngram, vocab = rng.randint(1, 4), rng.randint(1, 4), rng.randint(2, 6)
         texts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 12))] for _ in range(3)]
         proposer = PromptLookupProposer(num_drafts=drafts, max_ngram=ngram, device=CPU)
-        got = proposer.propose(texts, sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
-        assert got.probs_BJV is None
-        for text, tokens, count in zip(texts, got.tokens_BJ.tolist(), got.count_B.tolist(), strict=True):
-            assert tokens[:count] == _lookup(text, drafts=drafts, ngram=ngram)
-            counts.add(count)
+        proposer.begin(torch.zeros(3, 12, 0))
+        for turn in range(6):
+            got = proposer.propose(texts, sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+            assert got.probs_BJV is None
+            for text, tokens, count in zip(texts, got.tokens_BJ.tolist(), got.count_B.tolist(), strict=True):
+                assert tokens[:count] == _lookup(text, drafts=drafts, ngram=ngram)
+                counts.add(count)
+            for text in texts:
+                text += [rng.randrange(vocab) for _ in range(rng.randint(0, 5))]
+            if turn == 2:
+                proposer.select(torch.tensor([2, 0]))
+                texts = [texts[2], texts[0]]
     assert counts == {0, 1, 2, 3, 4}
+
+
+class Counting(list[int]):
+    """A text that counts how many of its tokens are read."""
+
+    read = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def test_prompt_lookup_reads_new_tokens_alone(toys: SimpleNamespace) -> None:
+    """A round costs the same after 100 tokens and after 10,000."""
+    rng, read = random.Random(0), []
+    proposer = PromptLookupProposer(num_drafts=4, max_ngram=3, device=CPU)
+    for length in (100, 10_000):
+        text = Counting(rng.randrange(50) for _ in range(length))
+        proposer.begin(torch.zeros(1, length, 0))
+        proposer.propose([text], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+        text.read = 0
+        for token in range(20):
+            text.append(token)
+            proposer.propose([text], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+        read.append(text.read)
+    assert max(read) <= 20 * (6 + 6 + 4)  # three n-grams read, three looked up, four tokens copied

@@ -3,13 +3,21 @@
 import itertools
 import math
 import random
+import warnings
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from dspec.calibration import Calibration
+from dspec.decoding import base
+from dspec.decoding import speculative as decoding
+from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Generation, Round
+from dspec.decoding.factory import speculative
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer, Proposal
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
@@ -149,6 +157,7 @@ class _Scripted:
     """Drafts for the cycle target: row r's i-th round gets script[r][i] tokens right, then wrong ones."""
 
     tap_ids: tuple[int, ...] = ()
+    max_positions: int | None = None
 
     def __init__(self, script: list[tuple[int, ...]], *, drafts: int, vocab: int) -> None:
         self.script, self.num_drafts, self.vocab = script, drafts, vocab
@@ -289,3 +298,93 @@ def test_refusals(toys: SimpleNamespace) -> None:
     for proposer in (lookup, DraftProposer(toys.draft(target))):
         with pytest.raises(UserError, match="confidence head"):
             _greedy(toys, target, proposer, [[1]], new=4, confidence_threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "fitted"),
+    [({}, True), ({"sequential_head": False}, False), ({"refinement_passes": 1}, False)],
+    ids=["plain", "head off", "refined"],
+)
+def test_calibration_is_used_for_the_drafts_it_was_fitted_on(
+    toys: SimpleNamespace, options: dict[str, Any], fitted: bool
+) -> None:
+    """From the drafter to the decoder: the configs' way."""
+    target = toys.target(seed=8)
+    draft = toys.draft(target, seed=8, head="vanilla", confidence=True)
+    draft.calibration = Calibration(temperatures=(1.5,) * 4, temperature=0.0, top_p=1.0)
+    build = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.5} | options
+    warns = nullcontext() if fitted else pytest.warns(UserWarning, match=r"not used, confidences stay raw")
+    with warns:
+        decoder = speculative(target=target, draft=draft, sampling=toys.GREEDY, **build)
+    assert isinstance(decoder, Speculative)
+    assert decoder.temperatures == (draft.calibration.temperatures if fitted else None)
+    assert decoder.settings()["sts"] is fitted
+    with warnings.catch_warnings():  # nothing is used, nothing is said
+        warnings.simplefilter("error")
+        assert (
+            "sts"
+            not in speculative(
+                target=target, draft=draft, sampling=toys.GREEDY, **build | {"confidence_threshold": 0.0}
+            ).settings()
+        )
+        draft.calibration = None
+        assert not speculative(target=target, draft=draft, sampling=toys.GREEDY, **build).settings()["sts"]
+
+
+def test_a_drafter_without_a_head_is_calibrated_as_it_is(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=8)
+    assert DraftProposer(toys.draft(target), sequential_head=False).plain
+
+
+def test_a_drafter_with_fewer_positions_than_the_target(toys: SimpleNamespace) -> None:
+    target = toys.target(positions=40)
+    draft = toys.draft(target, block=4)
+    draft.config.transformer.max_position_embeddings = 20
+    decode = partial(_greedy, toys, target, DraftProposer(draft))
+    assert len(decode([[1] * 8, [2]], new=12)[0].tokens) == 12
+    with pytest.raises(UserError, match=r"8 tokens and max_new_tokens=13 exceed the drafter's 20 positions"):
+        decode([[1] * 8, [2]], new=13)
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 1, 2, 3], []])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0, top_p=1.0), WARM], ids=["greedy", "sampled"])
+def test_every_prompt_needs_its_seed(toys: SimpleNamespace, sampling: Sampling, seeds: list[int]) -> None:
+    """One seed for three prompts would be drawn from three times: three times the same text."""
+    target = toys.target()
+    lookup = PromptLookupProposer(num_drafts=2, max_ngram=2, device=CPU)
+    decoders = [
+        Speculative(target=target, proposer=lookup, sampling=sampling),
+        Autoregressive(target=target, sampling=sampling),
+    ]
+    for decoder in decoders:
+        with pytest.raises(UserError, match=f"{len(seeds)} seeds for 3 prompts"):
+            decoder.decode([[1], [1], [1]], max_new_tokens=4, stop_ids=(), seeds=seeds)
+
+
+@pytest.mark.parametrize("head", [None, "vanilla"])
+def test_no_uniform_is_used_twice(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, head: str | None) -> None:
+    """Drafting, accepting and the draw behind a rejection each take uniforms of their own, round after round."""
+    target = toys.target(seed=3, vocab=8, scale=0.4)
+    proposer, used = DraftProposer(toys.draft(target, head=head, scale=0.4)), []
+    propose, verify, first = proposer.propose, decoding.verify_sampled, base.draw
+
+    def watched_propose(*args: Any, **options: Any) -> Proposal:
+        used.append(("draft", options["uniform_BJ"]))
+        return propose(*args, **options)
+
+    def watched_verify(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        used.extend((("accept", args[-2]), ("behind", args[-1])))
+        return verify(*args)
+
+    def watched_first(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        used.append(("prefill", uniform))
+        return first(weights, uniform)
+
+    monkeypatch.setattr(proposer, "propose", watched_propose)
+    monkeypatch.setattr(decoding, "verify_sampled", watched_verify)
+    monkeypatch.setattr(base, "draw", watched_first)
+    decoder = Speculative(target=target, proposer=proposer, sampling=WARM)
+    decoder.decode([[1, 2], [3]], max_new_tokens=12, stop_ids=(), seeds=[0, 1])
+    assert {who for who, _ in used} == {"prefill", "draft", "accept", "behind"}
+    values = [value for _, uniforms in used for value in uniforms.flatten().tolist()]
+    assert len(set(values)) == len(values) > 40

@@ -30,7 +30,7 @@ def sample(rng: random.Random, *, n: int = 3, vocab: int = 11) -> Sample:
         clean = response[begin : begin + n]
         states = [[*clean[:k], *(rng.randrange(vocab) for _ in clean[k:])] for k in range(len(clean))]
         blocks.append([*states, clean])
-    return Sample([rng.randrange(vocab) for _ in range(rng.randint(1, 5))], response, blocks)
+    return Sample.of([rng.randrange(vocab) for _ in range(rng.randint(1, 5))], response, blocks, block_size=n)
 
 
 def samples(seed: int, count: int = 5) -> list[Sample]:
@@ -63,8 +63,8 @@ def hidden(of: Any, batch: TrajectoryBatch, ids: Tensor, window: int | None) -> 
 
 
 def test_layout() -> None:
-    one = Sample([7, 8], [1, 2, 3, 4, 5], [[[9, 9, 9], [1, 2, 3]], [[4, 0], [4, 5]]])
-    two = Sample([6], [1, 2], [[[1, 2]]])
+    one = Sample.of([7, 8], [1, 2, 3, 4, 5], [[[9, 9, 9], [1, 2, 3]], [[4, 0], [4, 5]]], block_size=3)
+    two = Sample.of([6], [1, 2], [[[1, 2]]], block_size=3)
     batch = packed_batch([[one, two], [two]])
     assert batch.ids_BL[0].tolist() == [7, 8, 1, 2, 3, 1, 2, 3, 4, 5, 4, 5, 6, 1, 2, 1, 2]
     assert batch.positions_BL[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 5, 6, 0, 1, 2, 1, 2]
@@ -107,7 +107,7 @@ def test_clean_states_are_plain_ar_and_see_no_noise(toys: SimpleNamespace, seed:
         for row, members in enumerate(pack(own, row_length=60)):
             for number, member in enumerate(members):
                 mine = (batch.document_BL[row] == number) & ~batch.noisy_BL[row]
-                plain = target(torch.tensor([[*member.prompt, *member.response]])).hidden_BLD[0]
+                plain = target(torch.tensor([[*member.prompt_P.tolist(), *member.response_R.tolist()]])).hidden_BLD[0]
                 torch.testing.assert_close(got[row, mine], plain, **EXACT)
                 checked += 1
         assert checked == 4
@@ -130,7 +130,7 @@ def test_noisy_states_are_those_of_decoding(toys: SimpleNamespace, seed: int, wi
         member = rows[row][int(batch.document_BL[row, place])]
         first = i - j  # the sample's block 0 among the batch's blocks
         begin = 0 if window is None else j // window * window
-        text = [*member.prompt]
+        text = [*member.prompt_P.tolist()]
         for b in range(j):
             text += member.blocks[b][int(chosen[first + b]) if b >= begin else -1]
         text += member.blocks[j][k]
@@ -149,9 +149,9 @@ def naive(
         return of.logits(of(torch.tensor([text])).hidden_BLD[0])
 
     for member, states in zip(own, chosen, strict=True):
-        clean = laws([*member.prompt, *member.response])
-        P, T = len(member.prompt), len(member.response)
-        for t, token in enumerate([*member.prompt, *member.response]):
+        clean = laws([*member.prompt_P.tolist(), *member.response_R.tolist()])
+        P, T = len(member.prompt_P.tolist()), len(member.response_R.tolist())
+        for t, token in enumerate([*member.prompt_P.tolist(), *member.response_R.tolist()]):
             if t:
                 loss = F.cross_entropy(clean[t - 1], torch.tensor(token))
                 ce_prompt = ce_prompt + loss
@@ -159,7 +159,7 @@ def naive(
         at, sums = 0, torch.zeros((), dtype=torch.float64)
         for j, k in enumerate(states):
             begin = 0 if window is None else j // window * window
-            text = list(member.prompt)
+            text = list(member.prompt_P.tolist())
             for b in range(j):
                 text += member.blocks[b][states[b] if b >= begin else -1]
             noisy = laws([*text, *member.blocks[j][k]])
@@ -196,7 +196,7 @@ def test_loss_and_gradient_equal_the_naive_ones(
     parameters = list(target.model.parameters())
     total = 0.7 * expected["kl"] + 0.3 * expected["ce"]
     torch.testing.assert_close(result.loss_sum, total, rtol=0, atol=1e-9)
-    assert int(result.weight) == sum(len(s.response) for s in own)
+    assert int(result.weight) == sum(len(s.response_R) for s in own)
     for got, want in zip(
         torch.autograd.grad(result.loss_sum, parameters), torch.autograd.grad(total, parameters), strict=True
     ):

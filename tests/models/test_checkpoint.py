@@ -304,6 +304,14 @@ def test_interruption_leaves_the_old_folder(
     assert _content(tmp_path)["draft/README.md"] == b"new"
 
 
+def test_a_folder_whose_writer_was_killed_between_its_renames_is_found(pair: tuple[Target, Path]) -> None:
+    target, folder = pair
+    before = _content(folder)
+    folder.rename(folder.with_name(f".{folder.name}.old"))
+    from_pretrained(folder, target=target)
+    assert _content(folder) == before
+
+
 def test_config_names_the_dtype(toys: SimpleNamespace) -> None:
     for dtype in ("bfloat16", "float64"):
         raw = config_dict(toys.draft(toys.target(dtype=getattr(torch, dtype))))

@@ -1,6 +1,7 @@
 """The target: taps against a forward pass layer by layer, cached and ragged against plain, refusals."""
 
 import random
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import dspec
 from dspec.errors import UserError
 from dspec.models import target as target_module
 from dspec.models.target import _NORMS, Target, check_bfloat16, load_target
@@ -188,3 +190,10 @@ def test_load_target(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.
         load_target(path=str(tmp_path), name="x", dtype="float16", device="cpu", mask_token_id=None)
     target = load_target(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=4)
     assert target.mask_token_id == 4
+
+
+def test_a_target_whose_writer_was_killed_between_its_renames_is_found(tmp_path: Path) -> None:
+    embedded = Path(dspec.__file__).parent / "assets" / "tiny"
+    shutil.copytree(embedded, tmp_path / ".mine.old")
+    own = {"name": "mine", "dtype": "float32", "device": "cpu", "mask_token_id": None}
+    assert load_target(path=str(tmp_path / "mine"), **own).num_layers == 6
