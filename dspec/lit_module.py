@@ -69,7 +69,7 @@ class LitModule(L.LightningModule):
         if "accept_0" in values:  # tau if every slot were drawn from its law: 1 + sum of cumulative products
             slots = torch.stack([v for name, v in values.items() if name.startswith("accept_")])
             values["expected_tau"] = 1 + slots.cumprod(0).sum()
-        shown = ("loss", "accept_0", "expected_tau")
+        shown = ("loss", "accept_0", "accuracy_0", "expected_tau")
         for name, value in values.items():
             on_bar = stage == "train" and name in shown
             self.log(f"{stage}/{name}", value, prog_bar=on_bar, batch_size=batch_size, on_epoch=stage == "val")

@@ -19,7 +19,7 @@ from dspec.methods.dflash import DFlash, sample_anchors
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
 
-SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_size": 5}
+SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4}
 
 
 def _seeded(seed: int = 0) -> torch.Generator:
@@ -239,8 +239,8 @@ def test_what_each_setting_does(toys: SimpleNamespace) -> None:
         {"head": "rnn"},
     ):
         assert abs(_value(toys, **change)[0] - total) > 1e-3, change
-    for chunk in (1, 2, 1000):
-        assert _value(toys, chunk_size=chunk) == pytest.approx((total, weight), abs=1e-9)
+    for chunk in (1e-9, 2e-4, 1.0):
+        assert _value(toys, chunk_mb=chunk) == pytest.approx((total, weight), abs=1e-9)
     assert _value(toys, DFlash, tv_weight=0.0) != _value(toys, DFlash)
     # the loss is linear in each weight
     for name in ("ce_weight", "tv_weight", "confidence_weight"):
@@ -249,10 +249,10 @@ def test_what_each_setting_does(toys: SimpleNamespace) -> None:
         assert one > zero
 
 
-def test_chunk_size_leaves_the_gradient(toys: SimpleNamespace) -> None:
+def test_chunks_leave_the_gradient(toys: SimpleNamespace) -> None:
     gradients = []
-    for chunk in (1, 7, 1000):
-        method = _method(toys, cls=DSpark, head="rnn", confidence=True, chunk_size=chunk)
+    for chunk in (1e-9, 7e-4, 1.0):
+        method = _method(toys, cls=DSpark, head="rnn", confidence=True, chunk_mb=chunk)
         method.loss(_batch(), generator=_seeded()).loss_sum.backward()
         gradients.append([p.grad for p in method.draft.trainable().values()])
     for other in gradients[1:]:
