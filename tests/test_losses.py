@@ -162,8 +162,7 @@ def test_a_chunk_holds_at_least_one_row() -> None:
             check_chunk(nothing)
 
 
-@pytest.mark.parametrize("draft", [True, False])
-def test_without_gradients_none_is_taken(draft: bool) -> None:
+def test_without_gradients_none_is_taken() -> None:
     """In validation the value and the statistics alone: the criterion is told so."""
     x, told = _inputs(), []
     inner = draft_loss(x["target_head"], ce_weight=0.1, tv_weight=0.9)
@@ -215,6 +214,59 @@ def test_low_precision_is_summed_in_float32() -> None:
     logits = (x["hidden"] @ x["head"].T).double() + (x["code"] @ x["w2"].T).double()
     cross = -logits.log_softmax(-1).gather(1, wide["label"][:, None])[:, 0]
     torch.testing.assert_close(stats[:, 0].double(), cross, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["draft", "token", "consistency"])
+@pytest.mark.parametrize("form", ["float32", "autocast", "bfloat16"])
+def test_each_precision_is_near_the_exact_one(kind: str, form: str) -> None:
+    """Value and gradients of single and of low precision, under autocast or not, beside those of float64; the
+    gradients come in the type of what they belong to, and products alone are rounded."""
+    low = torch.bfloat16 if form == "bfloat16" else torch.float32
+    names = ("hidden", "head", "code", "w2", "target", "target_head")
+    rounded = torch.float32 if form == "float32" else torch.bfloat16
+    exact = {n: t.detach().to(rounded).double() if n in names else t for n, t in _inputs().items()}
+    x = {n: t.to(low) if n in names else t.float() if n == "weight" else t for n, t in exact.items()}
+    results = []
+    for y in (x, exact):
+        leaves = [y[n].requires_grad_() for n in ("hidden", "head", "code", "w2")]
+        criterion, constants = {
+            "draft": (draft_loss(y["target_head"], ce_weight=0.3, tv_weight=0.7), ("weight", "label", "target")),
+            "token": (token_loss, ("weight", "label")),
+            "consistency": (consistency_loss(y["target_head"], temperature=2.0), ("weight", "target")),
+        }[kind]
+        terms = [(leaves[0], leaves[1]), (leaves[2], leaves[3])]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=form == "autocast" and y is x):
+            total, stats = chunked_sum(criterion, terms=terms, constants=[y[n] for n in constants], chunk_mb=_mb(3, 4))
+        results.append((total, stats, torch.autograd.grad(total, leaves)))
+    (total, stats, grads), (exact_total, exact_stats, exact_grads) = results
+    assert total.dtype == stats.dtype == torch.float32
+    near = {"rtol": 1e-4, "atol": 1e-4} if form == "float32" else {"rtol": 0.03, "atol": 0.1}
+    torch.testing.assert_close(total.double(), exact_total, **near)
+    torch.testing.assert_close(stats[:, 0].double(), exact_stats[:, 0], **near)
+    for got, want in zip(grads, exact_grads, strict=True):
+        assert got.dtype == low
+        torch.testing.assert_close(got.double(), want, **near)
+
+
+def test_gradients_of_many_chunks_are_summed_wide() -> None:
+    """A weight's gradient in bf16 is rounded once, not once a chunk."""
+    rows, ones = 600, torch.ones(600, 1, dtype=torch.bfloat16)
+    head = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    label = torch.zeros(rows, dtype=torch.long)
+    total, _ = chunked_sum(token_loss, terms=[(ones, head)], constants=[torch.ones(rows), label], chunk_mb=1e-9)
+    (grad,) = torch.autograd.grad(total, head)
+    assert grad[:, 0].tolist() == [-300.0, 300.0]  # bf16 sums of 0.5 stop at 128
+
+
+def test_a_certain_token_costs_what_it_should() -> None:
+    """Logits far apart: no -inf, no cancellation, exact zeros where the law is a point."""
+    head = torch.eye(3, requires_grad=True)
+    hidden = torch.tensor([[200.0, 0.0, 0.0], [200.0, 0.0, 0.0]], requires_grad=True)
+    label = torch.tensor([0, 1])
+    total, stats = chunked_sum(token_loss, terms=[(hidden, head)], constants=[torch.ones(2), label], chunk_mb=1)
+    assert stats.tolist() == [[0.0, 1.0], [200.0, 0.0]]
+    (grad,) = torch.autograd.grad(total, hidden)
+    assert grad.tolist() == [[0.0, 0.0, 0.0], [1.0, -1.0, 0.0]]
 
 
 def test_decay_weights() -> None:

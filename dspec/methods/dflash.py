@@ -98,9 +98,7 @@ class DFlash(nn.Module):
         config = self.draft.config
         (B, L), N, K = batch.ids_BL.shape, anchor_BN.shape[1], config.block_size
         device = batch.ids_BL.device
-        context = torch.full((B,), L, device=device)
-        predicate = masks.draft_blocks(anchor_BN, context, block=K)
-        mask = masks.training_mask(predicate, batch=B, queries=N * K, keys=L + N * K, device=device)
+        mask = masks.training_blocks(anchor_BN, context=L, block=K)
         positions = (anchor_BN[..., None] + torch.arange(K, device=device)).flatten(1)
         hidden = self.draft(
             self.draft.block_ids(batch.ids_BL.gather(1, anchor_BN)),
@@ -128,7 +126,9 @@ class DFlash(nn.Module):
     def _supervise(self, blocks: Blocks, output: TargetOutput) -> LossOutput:
         chosen = blocks.supervised_BNJ
         slots, device = chosen.shape[-1], chosen.device
-        weight_P = decay_weights(slots, gamma=self.loss_decay).to(blocks.hidden_BNJD.device).expand(chosen.shape)[chosen]
+        weight_P = (
+            decay_weights(slots, gamma=self.loss_decay).to(blocks.hidden_BNJD.device).expand(chosen.shape)[chosen]
+        )
         slot_P = torch.arange(slots, device=device).expand(chosen.shape)[chosen]
         count_J = torch.bincount(slot_P, minlength=slots).to(weight_P)
         total, stats = self._chunked(blocks, output, weight_P)

@@ -48,7 +48,7 @@ class DSpark(DFlash):
         """DSpark is what the heads are for."""
 
     def _reads_law(self) -> bool:
-        return self.confidence_weight != 0 or super()._reads_law()
+        return self.draft.confidence_head is not None or super()._reads_law()  # the head's aim
 
     def _codes(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         if self.draft.markov_head is None:

@@ -19,8 +19,6 @@ def _equal(predicate: masks.Predicate, table: list[list[list[bool]]]) -> None:
     got = masks.dense(predicate, batch=B, queries=Q, keys=K, device=CPU)
     assert got.dtype == torch.bool
     assert torch.equal(got[:, 0], expected)
-    attended = masks.training_mask(predicate, batch=B, queries=Q, keys=K, device=CPU)
-    assert torch.equal(attended, got)
 
 
 def test_causal() -> None:
@@ -64,6 +62,55 @@ def test_draft_blocks_of_the_decoder() -> None:
     table = [_block_table([s], s, block=block, keys=8) for s in starts]
     _equal(masks.draft_blocks(start[:, None], start, block=block), table)
     assert table[0][0] == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiles_hold_all_that_the_dense_mask_holds(seed: int) -> None:
+    """Each tile is the dense mask at its queries and keys, whatever it leaves out is False there; sorted or not."""
+    rng = random.Random(seed)
+    block, N, context, size = rng.randint(1, 4), rng.randint(1, 7), rng.randint(2, 9), rng.randint(1, 8)
+    anchors = torch.tensor([[rng.randrange(context) for _ in range(N)] for _ in range(3)])
+    anchors = anchors if seed % 3 == 0 else anchors.sort(1).values
+    predicate = masks.draft_blocks(anchors, torch.full((3,), context), block=block)
+    rest = masks.dense(predicate, batch=3, queries=N * block, keys=context + N * block, device=CPU).clone()
+    tiles = masks.tiles(anchors, context=context, block=block, size=size)
+    assert [tile.queries.start for tile in tiles] == list(range(0, N * block, size * block))
+    assert tiles[-1].queries.stop == N * block
+    for tile in tiles:
+        assert tile.leading == anchors[:, tile.queries.start // block : tile.queries.stop // block].max()
+        part = rest[:, :, tile.queries]
+        assert torch.equal(tile.mask, torch.cat([part[..., : tile.leading], part[..., tile.own]], -1))
+        part[..., : tile.leading], part[..., tile.own] = False, False
+    assert not rest.any()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_tiles_equal_the_dense_mask(groups: int, size: int) -> None:
+    """Attention in value and in all three gradients; a row with anchors at 0 has tiles without any feature."""
+    B, block, context, N, H, W = 2, 3, 20, 7, 4, 8
+    generator = torch.Generator().manual_seed(size)
+    anchors = torch.randint(context, (B, N), generator=generator).sort(1).values
+    anchors[:, :2] = 0
+    predicate = masks.draft_blocks(anchors, torch.full((B,), context), block=block)
+    dense = masks.dense(predicate, batch=B, queries=N * block, keys=context + N * block, device=CPU)
+    inputs = [
+        torch.randn(B, heads, length, W, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, length in ((H, N * block), (groups, context + N * block), (groups, context + N * block))
+    ]
+    out = [attend(*inputs, mask) for mask in (dense, masks.tiles(anchors, context=context, block=block, size=size))]
+    torch.testing.assert_close(out[1], out[0], rtol=0, atol=1e-12)
+    weights = torch.randn(out[0].shape, generator=generator, dtype=torch.float64)
+    expected, got = (torch.autograd.grad((weights * x).sum(), inputs) for x in out)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_training_takes_tiles_on_a_cpu() -> None:
+    made = masks.training_blocks(torch.arange(100)[None], context=100, block=2)
+    assert isinstance(made, tuple)
+    assert len(made) > 1
+    assert sum(tile.mask.numel() for tile in made) < 200 * 300 / 2
 
 
 def _packed_row(rng: random.Random, length: int) -> tuple[list[int], list[int], list[bool]]:
