@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from dspec.attention import masks
-from dspec.attention.attend import attend
+from dspec.attention.attend import _folded, _folds, attend
 
 CPU = torch.device("cpu")
 
@@ -197,6 +198,43 @@ def test_flex_equals_dense(groups: int) -> None:
         k, v = (x.repeat_interleave(H // groups, 1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2) / W**0.5).masked_fill(~dense, float("-inf"))
         torch.testing.assert_close(scores.softmax(-1) @ v, out, rtol=0, atol=1e-10, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("queries", [1, 2, 8])
+@pytest.mark.parametrize("form", ["none", "bool", "float", "one row"])
+def test_folded_heads_equal_plain_ones(form: str, queries: int, scale: float | None) -> None:
+    """Heads that share keys as queries of one head, against scores written out; strided inputs as the models give."""
+    B, H, G, K, W = 3, 6, 2, 11, 4
+    generator = torch.Generator().manual_seed(queries)
+    q, k, v = (
+        torch.randn(B, length, heads, W, generator=generator, dtype=torch.float64).transpose(1, 2)
+        for heads, length in ((H, queries), (G, K), (G, K))
+    )
+    allowed = torch.rand(1 if form == "one row" else B, 1, queries, K, generator=generator) < 0.7
+    allowed[..., 0] = True
+    mask = {"none": None, "float": masks.additive(allowed, torch.float64)}.get(form, allowed)
+    if mask is None:
+        allowed = torch.ones_like(allowed)
+    assert _folds(q, k, mask)
+    scores = q @ k.repeat_interleave(3, 1).transpose(-1, -2) * (W**-0.5 if scale is None else scale)
+    expected = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.repeat_interleave(3, 1)
+    torch.testing.assert_close(attend(q, k, v, mask, scale=scale), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(_folded(q, k, v, mask, scale), expected, rtol=0, atol=1e-12)
+
+
+def test_when_heads_are_folded() -> None:
+    """Few queries on a CPU; with a mask on CUDA, while the mask is smaller than the keys and values."""
+
+    def on(device: str, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = torch.empty(1, 4, queries, 8, device="meta"), torch.empty(1, 2, 50, 8, device="meta")
+        return SimpleNamespace(shape=q.shape, is_cuda=device == "cuda"), k
+
+    mask = torch.empty(1, 1, 1, 50, device="meta")
+    assert [n for n in range(1, 20) if _folds(*on("cpu", n), None)] == list(range(1, 9))
+    assert not _folds(*on("cuda", 1), None)
+    assert [n for n in range(1, 99) if _folds(*on("cuda", n), mask)] == list(range(1, 2 * 2 * 8))
 
 
 def test_no_mask_attends_everywhere() -> None:
