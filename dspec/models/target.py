@@ -181,8 +181,9 @@ class Target(nn.Module):
             cache.at(starts, L)
             start = torch.tensor(starts, device=ids_BL.device)
             positions_BL = start[:, None] + torch.arange(L, device=ids_BL.device)
-            # one query on top of its own row sees all keys: no mask is the fast kernel
-            if L > 1 or B > 1:
+            # no mask is the fast kernel: one query on top of its own row sees all keys, and a pass from position 0 in
+            # all rows is plainly causal, since what lies behind a row's end is never read
+            if any(starts) and (L > 1 or B > 1):
                 mask = masks.dense(masks.causal(start), batch=B, queries=L, keys=cache.end, device=ids_BL.device)
                 mask = masks.additive(mask, self.dtype)
         output = self.model.get_decoder()(

@@ -4,6 +4,7 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,36 @@ def test_padding_and_packing_change_nothing(toys: SimpleNamespace) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     packed = target(torch.tensor([a + b]), positions_BL=positions, mask=mask).hidden_BLD[0]
     torch.testing.assert_close(packed, torch.cat(alone), **EXACT)
+
+
+@torch.no_grad()
+def test_a_pass_from_position_0_has_no_mask(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any lengths, fresh cache or written anew: the causal kernel; and it gives what rows alone give."""
+    seen: list[tuple[bool, bool]] = []
+    plain = target_module.attend
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        seen.append((mask is None, options["is_causal"]))
+        return plain(q, k, v, mask, **options)
+
+    monkeypatch.setattr(target_module, "attend", spy)
+    target = toys.target()
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 0, 0], [5, 0, 0, 0, 0, 0]]
+    lengths, cache = [6, 3, 1], target.new_cache()
+    target(torch.tensor([[9] * 9] * 3), cache=cache)  # what was held before is overwritten
+    for prompts, held in ((rows[:1], target.new_cache()), (rows, target.new_cache()), (rows, cache)):
+        seen.clear()
+        whole = target(torch.tensor(prompts), cache=held).hidden_BLD
+        assert seen == [(True, True)] * 3
+        for i, n in enumerate(lengths[: len(prompts)]):
+            alone = target(torch.tensor([rows[i][:n]])).hidden_BLD[0]
+            torch.testing.assert_close(whole[i, :n], alone, **EXACT)
+    seen.clear()
+    after = target(torch.tensor([[7], [6], [5]]), start_B=lengths, cache=cache).hidden_BLD
+    assert seen == [(False, False)] * 3  # rows at different lengths need one
+    for i, n in enumerate(lengths):
+        alone = target(torch.tensor([[*rows[i][:n], 7 - i]])).hidden_BLD[0, -1]
+        torch.testing.assert_close(after[i, 0], alone, **EXACT)
 
 
 def test_target_is_frozen_and_describes_itself(toys: SimpleNamespace) -> None:
