@@ -22,7 +22,7 @@ from transformers import (
 
 from dspec.errors import UserError
 from dspec.models import target as target_module
-from dspec.models.target import _NORMS, Target, check_bfloat16, load_target
+from dspec.models.target import _NORMS, Target, check_bfloat16, lm_logits, load_target
 from dspec.provenance import fingerprint
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -146,6 +146,29 @@ def test_a_pass_from_position_0_has_no_mask(toys: SimpleNamespace, monkeypatch: 
     for i, n in enumerate(lengths):
         alone = target(torch.tensor([[*rows[i][:n], 7 - i]])).hidden_BLD[0, -1]
         torch.testing.assert_close(after[i, 0], alone, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (3,), (1, 7), (3, 5), (2, 4), (0,), (3, 1, 1)])
+def test_large_heads_get_another_row_where_that_is_faster(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3, 7, 15 rows in float32; the logits are the same."""
+    generator = torch.Generator().manual_seed(0)
+    head, rows = torch.nn.Linear(6, 9, bias=False).to(dtype), []
+    hidden = torch.randn(*shape, 6, generator=generator).to(dtype)
+    plain = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: rows.append(x.shape[:-1].numel()) or plain(x))
+    expected = hidden.double() @ head.weight.double().T
+    for large in (10**9, 0):
+        monkeypatch.setattr(target_module, "_LARGE_HEAD", large)
+        got = lm_logits(head, hidden)
+        assert got.shape == (*shape, 9)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-2, atol={torch.bfloat16: 1e-2}.get(dtype, 1e-6))
+    count = hidden.shape[:-1].numel()
+    padded = dtype == torch.float32 and count % 4 == 3
+    assert rows == [count, count + padded]
 
 
 def test_target_is_frozen_and_describes_itself(toys: SimpleNamespace) -> None:
