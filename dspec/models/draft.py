@@ -62,6 +62,8 @@ class DraftConfig:
             raise UserError("a Markov head needs markov_rank >= 1")
         if self.block_size < 1 + self.first_slot:
             raise UserError(f"block_size={self.block_size} leaves no draft slot in the {self.layout} layout")
+        if self.block_size > (positions := self.transformer.max_position_embeddings):
+            raise UserError(f"block_size={self.block_size} exceeds the model's {positions} positions")
         if not self.target_layer_ids:
             raise UserError("a drafter taps at least one target layer: set draft.target_layer_ids")
 

@@ -1,6 +1,7 @@
 """Warped laws, inverse-CDF draws, streams and greedy verification, each against brute force."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspec.decoding import sampling
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.precision import widest
 
@@ -181,6 +186,48 @@ def test_deterministic_drafts_need_no_law_of_their_own(dtype: torch.dtype, count
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert count == 0 or 0 < expected[0].float().mean() < count
     assert seen.bytes < onehot.numel() * 8 // 2
+
+
+WARM = Sampling(temperature=0.9, top_p=0.9)
+
+
+@pytest.mark.parametrize("kind", ["jacobi", "greedy jacobi", "speculative", "lookup"])
+def test_decoders_give_the_same_in_small_chunks(
+    toys: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two laws at a time (of speculative decoding: one prompt's) instead of all at once, token for token."""
+    target = toys.target()
+    proposers = {
+        "speculative": lambda: DraftProposer(toys.draft(target, head="vanilla")),
+        "lookup": lambda: PromptLookupProposer(num_drafts=3, max_ngram=2, device=CPU),
+    }
+    plan = Plan(block_size=4, blocks=2, activation=0.5, pool_size=8, candidates=2)
+    sizes: list[int] = []
+    plain = Sampling.probs
+
+    def spy(self: Sampling, logits: torch.Tensor) -> torch.Tensor:
+        sizes.append(logits.shape[:-1].numel())
+        return plain(self, logits)
+
+    monkeypatch.setattr(Sampling, "probs", spy)
+    found, largest = [], []
+    for size in (2**26, 2 * 11 * 8):
+        monkeypatch.setattr(sampling, "_CHUNK_BYTES", size)
+        warm = toys.GREEDY if kind == "greedy jacobi" else WARM
+        if "jacobi" in kind:
+            decoder: Any = Jacobi(target=target, sampling=warm, plan=plan)
+        else:
+            decoder = Speculative(target=target, proposer=proposers[kind](), sampling=warm)
+        prompts = [[1, 2, 1, 2, 1], [3, 4, 5], [6, 6, 6, 6]]
+        result = decoder.decode(prompts, max_new_tokens=20, stop_ids=(), seeds=[0, 1, 2])
+        found.append([(g.tokens, g.rounds) for g in result])
+        largest.append(max(sizes, default=0))
+        sizes.clear()
+    assert found[0] == found[1]
+    if kind == "greedy jacobi":
+        return
+    assert largest[0] > 3 * 3
+    assert largest[1] <= (3 if kind == "jacobi" else 5)  # the prefill draws for three rows, a round's J + 1 = 5
 
 
 def test_a_device_without_float64_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

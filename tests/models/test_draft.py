@@ -237,6 +237,7 @@ SOUND = {
         ({"markov_head_type": None}, "set markov_head_type"),
         ({"markov_rank": 0}, "markov_rank >= 1"),
         ({"block_size": 0}, "no draft slot"),
+        ({"block_size": 99_999}, "exceeds the model's .* positions"),
         ({"target_layer_ids": ()}, "set draft.target_layer_ids"),
     ],
 )
