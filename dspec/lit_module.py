@@ -16,6 +16,7 @@ from transformers import get_cosine_with_hard_restarts_schedule_with_warmup
 from dspec.errors import UserError
 from dspec.method import Batch, LossOutput, Method, Metrics
 
+SHOWN = ("loss", "accept_0", "accuracy_0", "expected_tau")  # on the progress bar
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -69,7 +70,7 @@ class LitModule(L.LightningModule):
         loss = output.loss_sum * self.trainer.world_size / weight
         metrics = {"loss": (output.loss_sum, output.weight)} | output.metrics
         for name, value in ratios({k: self._pooled_pair(v) for k, v in metrics.items()}).items():
-            self.log(f"train/{name}", value, prog_bar=name in ("loss", "accept_0", "expected_tau"), batch_size=1)
+            self.log(f"train/{name}", value, prog_bar=name in SHOWN, batch_size=1)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -1,6 +1,13 @@
-"""Losses over a frozen LM head, computed in chunks so that no full [positions, vocabulary] tensor ever exists.
+"""Losses over an LM head, computed in chunks so that no full [positions, vocabulary] tensor ever exists.
 
-Legend: P = supervised positions, D = width, R = rank of the transition code, V = vocabulary, K = slots.
+Each chunk's gradient is taken in closed form, in buffers that all chunks share: fresh ones of many megabytes would be
+mapped and unmapped at every operation. With p the softmax of the draft's logits z, q the target's, s = sign(p - q):
+
+    d CE / dz = p - onehot(label)
+    d sum_v |p_v - q_v| / dz = p * (s - sum_v p_v s_v)
+    d KL(q || softmax(z / T)) / dz = (softmax(z / T) - q) / T
+
+Legend: P = supervised positions, p = those of a chunk, D = width, V = vocabulary, M = statistics a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
+from dspec.errors import UserError
 
 
 def decay_weights(slots: int, *, gamma: float) -> Tensor:
@@ -19,114 +26,198 @@ def decay_weights(slots: int, *, gamma: float) -> Tensor:
     return torch.exp(-torch.arange(slots) / gamma)
 
 
+class Workspace:
+    """Named buffers that every chunk writes anew, and products in the type that autocast, if on, multiplies in."""
+
+    def __init__(self, like: Tensor) -> None:
+        kind, self._device = like.device.type, like.device
+        autocast = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+        self.dtype = torch.get_autocast_dtype(kind) if autocast else like.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # all but the products
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """The buffer of that name with whatever it holds; wide unless told otherwise."""
+        key, size = (name, dtype or self.wide), torch.Size(shape).numel()
+        if key not in self._held or self._held[key].numel() < size:
+            self._held[key] = torch.empty(size, dtype=key[1], device=self._device)
+        return self._held[key][:size].view(*shape)
+
+    def weight(self, w: Tensor) -> Tensor:
+        """A weight in the products' type, cast once."""
+        if id(w) not in self._weights:
+            self._weights[id(w)] = (w, w.to(self.dtype))  # holding w keeps its id its own
+        return self._weights[id(w)][1]
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """A chunk's wide tensor in the products' type."""
+        return x if x.dtype == self.dtype else self.take("narrow", x.shape, self.dtype).copy_(x)
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        """out = a b or, with `add`, out + a b: the factors in the products' type, `out` wide."""
+        if out.dtype == self.dtype:
+            return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+        product = torch.mm(a, b, out=self.take("product", out.shape, self.dtype))
+        return out.add_(product) if add else out.copy_(product)
+
+    def logits(self, x_pD: Tensor, w_VD: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        return self.matmul(x_pD.to(self.dtype), self.weight(w_VD).T, out, add=add)
+
+
+# (workspace, logits [p, V], whether the gradient is wanted, *the chunk's constants) -> losses [p], statistics [p, M]
+# and the gradient of the losses' sum with respect to the logits [p, V], or None; may overwrite the logits
+Criterion = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+
+
 class _ChunkedSum(torch.autograd.Function):
-    """Sums a loss over row chunks and takes its gradient in the forward pass, chunk by chunk."""
+    """Sums a criterion over row chunks and takes its gradient in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(
-        ctx: Any, fn: ChunkLoss, chunk: int, constants: Sequence[Tensor], rows: int, *tensors: Tensor
+        ctx: Any, criterion: Criterion, chunk_mb: float, constants: Sequence[Tensor], *factors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        needs = ctx.needs_input_grad[4:]
-        grads = [torch.zeros_like(t) if need else None for t, need in zip(tensors, needs, strict=True)]
-        total, stats = torch.zeros((), device=tensors[0].device), []
-        for start in range(0, max(1, tensors[0].shape[0]), chunk):  # without rows: one empty chunk
-            part = slice(start, start + chunk)
-            inputs = [
-                (t[part] if i < rows else t).detach().requires_grad_(need)
-                for i, (t, need) in enumerate(zip(tensors, needs, strict=True))
-            ]
-            with torch.enable_grad():
-                loss, row_stats = fn(*inputs, *(c[part] for c in constants))
-            wanted = [x for x in inputs if x.requires_grad]
-            for x_grad, i in zip(
-                torch.autograd.grad(loss, wanted, materialize_grads=True) if wanted else (),
-                (i for i, n in enumerate(needs) if n),
-                strict=True,
-            ):
-                grad = grads[i]
-                if grad is not None:
-                    (grad[part] if i < rows else grad).add_(x_grad)
-            total = total + loss.detach()
-            stats.append(row_stats.detach())
-        ctx.grads = grads
+        work, needs = Workspace(factors[0]), ctx.needs_input_grad[3:]
+        grads = [torch.zeros_like(t, dtype=work.wide) if need else None for t, need in zip(factors, needs, strict=True)]
+        terms = [i for i in range(0, len(factors), 2) if factors[i].shape[1]]  # without those of rank 0
+        count, vocab = len(factors[0]), len(factors[1])
+        rows = max(1, int(chunk_mb * 2**20 / (vocab * work.wide.itemsize)))
+        losses, stats = [], []
+        for start in range(0, max(1, count), rows):  # without rows: one empty chunk
+            part = slice(start, start + rows)
+            logits = work.take("logits", (min(rows, count - start), vocab))
+            for i in terms:
+                work.logits(factors[i][part], factors[i + 1], logits, add=i > terms[0])
+            loss_p, stats_pM, grad_pV = criterion(work, logits, any(needs), *(c[part] for c in constants))
+            losses.append(loss_p.sum())
+            stats.append(stats_pM)
+            if grad_pV is not None:
+                _into_factors(work, work.narrow(grad_pV), factors, grads, terms, part)
+        ctx.grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, factors, strict=True)]
         stacked = torch.cat(stats)
         ctx.mark_non_differentiable(stacked)
-        return total, stacked
+        return torch.stack(losses).sum(), stacked
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, grad_stats: Tensor) -> tuple[Any, ...]:
-        return (None, None, None, None, *(None if g is None else g * grad_total for g in ctx.grads))
+        return (None, None, None, *(None if g is None else g * grad_total.to(g.dtype) for g in ctx.grads))
+
+
+def _into_factors(
+    work: Workspace,
+    grad_pV: Tensor,
+    factors: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    terms: Sequence[int],
+    part: slice,
+) -> None:
+    """Adds a chunk's share to the gradients of the terms x W^T: dz W to x's rows, dz^T x to W."""
+    for i in terms:
+        x_grad, w_grad = grads[i], grads[i + 1]
+        if x_grad is not None:
+            work.matmul(grad_pV, work.weight(factors[i + 1]), x_grad[part])
+        if w_grad is not None:
+            work.matmul(grad_pV.T, factors[i][part].to(work.dtype), w_grad, add=True)
 
 
 def chunked_sum(
-    fn: ChunkLoss,
+    criterion: Criterion,
     *,
-    rows: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    terms: Sequence[tuple[Tensor, Tensor]],
     constants: Sequence[Tensor],
-    chunk: int,
+    chunk_mb: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `fn` over chunks of at most `chunk` rows, and its per-row statistics [P, M].
+    """Sum of a criterion's losses over P rows, and its statistics [P, M], with `chunk_mb` MiB of logits at a time.
 
-    `fn(*rows, *weights, *constants)` gets the chunk's slice of each row tensor [P, ...], the weights whole and the
-    slices of the constants, and returns (scalar sum, statistics [p, M]). Gradients flow to rows and weights only.
+    The logits are the sum over `terms` (x [P, D], W [V, D]) of x W^T; gradients flow to those factors only. The
+    criterion gets a chunk's logits and its slices of the constants [P, ...].
     """
-    total, stats = _ChunkedSum.apply(fn, chunk, tuple(constants), len(rows), *rows, *weights)
+    factors = [t for term in terms for t in term]
+    if not torch.is_grad_enabled():
+        factors = [t.detach() for t in factors]
+    total, stats = _ChunkedSum.apply(criterion, chunk_mb, tuple(constants), *factors)
     return total, stats
 
 
-def draft_loss(head_VD: Tensor, target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) -> ChunkLoss:
+def check_chunk(chunk_mb: float) -> float:
+    """Raises UserError for a chunk without any bytes."""
+    if chunk_mb <= 0:
+        raise UserError(f"method.chunk_mb={chunk_mb} MiB of logits at a time must be above 0")
+    return chunk_mb
+
+
+def _cross_entropy(logits_pV: Tensor, label_p: Tensor, law_pV: Tensor) -> tuple[Tensor, Tensor]:
+    """CE [p] and greedy tokens [p]; writes the softmax to `law_pV`."""
+    top, best = logits_pV.max(-1)
+    torch.softmax(logits_pV, -1, out=law_pV)
+    behind = top - logits_pV.gather(-1, label_p[:, None]).squeeze(-1)
+    return behind - law_pV.gather(-1, best[:, None]).squeeze(-1).log(), best  # the top token's p is at least 1 / V
+
+
+def token_loss(
+    work: Workspace, logits_pV: Tensor, gradient: bool, weight_p: Tensor, label_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weighted cross-entropy as a Criterion; statistics are (CE, correct) a row."""
+    weight_p = weight_p.to(work.wide)
+    law = work.take("law", logits_pV.shape)
+    ce, best = _cross_entropy(logits_pV, label_p, law)
+    stats = torch.stack([ce, (best == label_p).to(ce)], -1)
+    if gradient:
+        law.mul_(weight_p[:, None]).scatter_add_(-1, label_p[:, None], -weight_p[:, None])
+    return weight_p * ce, stats, law if gradient else None
+
+
+def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) -> Criterion:
     """Weighted CE on data tokens plus L1 distance (= 2 TV) to the target's law (DSpark, section 4).
 
-    The returned function takes hidden [p, D], code [p, R], W2 [V, R], weight [p], label [p], target hidden [p, D];
-    its statistics are (CE, L1, greedy match) a row. With R = 0 there is no transition bias.
+    The constants are weight [p], label [p] and target hidden [p, D]; statistics are (CE, L1, greedy match) a row.
     """
 
-    def fn(
-        hidden: Tensor, code: Tensor, w2_VR: Tensor, weight: Tensor, label: Tensor, target: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, head_VD)
-        if code.shape[-1]:
-            logits = logits + F.linear(code, w2_VR)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        log_draft = logits.to(wide).log_softmax(-1)
-        target_logits = F.linear(target, target_head_VD)
-        l1 = (log_draft.exp() - target_logits.to(wide).softmax(-1)).abs().sum(-1)
-        ce = F.nll_loss(log_draft, label, reduction="none")
-        match = (log_draft.argmax(-1) == target_logits.argmax(-1)).to(wide)
-        total = (weight * (ce_weight * ce + tv_weight * l1)).sum()
-        return total, torch.stack([ce, l1, match], -1)
+    def criterion(
+        work: Workspace, logits_pV: Tensor, gradient: bool, weight_p: Tensor, label_p: Tensor, target_pD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight_p = weight_p.to(work.wide)
+        draft = work.take("draft", logits_pV.shape)
+        ce, best = _cross_entropy(logits_pV, label_p, draft)
+        target_logits = work.logits(target_pD, target_head_VD, logits_pV)  # the draft's are not read again
+        match = (best == target_logits.argmax(-1)).to(ce)
+        target = torch.softmax(target_logits, -1, out=work.take("target", logits_pV.shape))
+        apart = torch.sub(draft, target, out=logits_pV)
+        l1 = torch.abs(apart, out=target).sum(-1)
+        stats = torch.stack([ce, l1, match], -1)
+        if not gradient:
+            return weight_p * (ce_weight * ce + tv_weight * l1), stats, None
+        ce_p, tv_p = (weight_p * ce_weight)[:, None], (weight_p * tv_weight)[:, None]
+        signed = torch.mul(draft, apart.sign_(), out=target)
+        grad = torch.mul(signed, tv_p, out=logits_pV).addcmul_(draft, ce_p - tv_p * signed.sum(-1, keepdim=True))
+        grad.scatter_add_(-1, label_p[:, None], -ce_p)
+        return weight_p * (ce_weight * ce + tv_weight * l1), stats, grad
 
-    return fn
-
-
-def token_loss(hidden: Tensor, head_VD: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Next-token cross-entropy as a ChunkLoss; statistics are (CE, correct) a row."""
-    logits = F.linear(hidden, head_VD)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ce = F.cross_entropy(logits, label, reduction="none")
-    return ce.sum(), torch.stack([ce, (logits.argmax(-1) == label).to(ce.dtype)], -1)
+    return criterion
 
 
-def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> ChunkLoss:
+def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterion:
     """Forward KL(teacher || student) of laws at `temperature`, teacher not differentiated (Jacobi Forcing, L_pc).
 
-    The returned function takes student hidden [p, D], the student's head [V, D], weight [p], teacher hidden [p, D];
-    its statistics are (KL, greedy match) a row.
+    The logits are the student's, the constants weight [p] and teacher hidden [p, D]; statistics are (KL, greedy
+    match) a row.
     """
 
-    def fn(hidden: Tensor, head_VD: Tensor, weight: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        student_logits, teacher_logits = F.linear(hidden, head_VD), F.linear(teacher, teacher_head_VD).detach()
-        wide = torch.promote_types(student_logits.dtype, torch.float32)
-        log_student, log_teacher = (
-            (z.to(wide) / temperature).log_softmax(-1) for z in (student_logits, teacher_logits)
-        )
-        kl = F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
-        match = (student_logits.argmax(-1) == teacher_logits.argmax(-1)).to(wide)
-        return (weight * kl).sum(), torch.stack([kl, match], -1)
+    def criterion(
+        work: Workspace, logits_pV: Tensor, gradient: bool, weight_p: Tensor, teacher_pD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight_p, shape = weight_p.to(work.wide), logits_pV.shape
+        teacher_logits = work.logits(teacher_pD, teacher_head_VD, work.take("teacher", shape))
+        match = (logits_pV.argmax(-1) == teacher_logits.argmax(-1)).to(weight_p)
+        log_student = torch.log_softmax(logits_pV.div_(temperature), -1, out=work.take("student", shape))
+        log_teacher = torch.log_softmax(teacher_logits.div_(temperature), -1, out=logits_pV)
+        teacher = torch.exp(log_teacher, out=teacher_logits)
+        kl = log_teacher.sub_(log_student).mul_(teacher).sum(-1)
+        grad = log_student.exp_().sub_(teacher).mul_((weight_p / temperature)[:, None]) if gradient else None
+        return weight_p * kl, torch.stack([kl, match], -1), grad
 
-    return fn
+    return criterion
 
 
 def confidence_loss(logits_P: Tensor, l1_P: Tensor) -> Tensor:

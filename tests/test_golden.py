@@ -51,7 +51,7 @@ def test_dspark_training_step(folder: Path) -> None:
         ce_weight=meta["ce_alpha"],
         tv_weight=meta["l1_alpha"],
         confidence_weight=meta["conf_alpha"],
-        chunk_size=7,
+        chunk_mb=1e-3,
     )
     batch = Batch(golden["input_ids"], golden["loss_mask"].bool())
     own = target(batch.ids_BL)

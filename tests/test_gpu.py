@@ -66,7 +66,7 @@ def test_flex_masks_equal_dense_ones_in_value_and_gradient(dtype: torch.dtype) -
     )
     weight = torch.randn(q.shape, generator=generator, device=device, dtype=dtype)
     results = []
-    for mask in (masks.dense(predicate, **shape), masks.training_mask(predicate, **shape)):
+    for mask in (masks.dense(predicate, **shape), masks.training_blocks(anchors, context=L, block=K)):
         out = attend(q, k, v, mask)
         results.append([out, *torch.autograd.grad((out * weight).sum(), (q, k, v))])
     close = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}

@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.losses import chunked_sum, confidence_loss, consistency_loss, decay_weights, draft_loss, token_loss
+from dspec.errors import UserError
+from dspec.losses import (
+    Workspace,
+    check_chunk,
+    chunked_sum,
+    confidence_loss,
+    consistency_loss,
+    decay_weights,
+    draft_loss,
+    token_loss,
+)
 
 P, D, R, V = 11, 5, 3, 7
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -49,13 +59,17 @@ def _naive(x: dict[str, Tensor], *, ce: float, tv: float) -> tuple[Tensor, list[
     return total, stats
 
 
-def _chunked(x: dict[str, Tensor], *, ce: float, tv: float, chunk: int) -> tuple[Tensor, Tensor]:
+def _mb(rows: int, itemsize: int = 8) -> float:
+    """MiB of the logits of so many rows."""
+    return rows * V * itemsize / 2**20
+
+
+def _chunked(x: dict[str, Tensor], *, ce: float, tv: float, chunk: int, itemsize: int = 8) -> tuple[Tensor, Tensor]:
     return chunked_sum(
-        draft_loss(x["head"], x["target_head"], ce_weight=ce, tv_weight=tv),
-        rows=[x["hidden"], x["code"]],
-        weights=[x["w2"]],
+        draft_loss(x["target_head"], ce_weight=ce, tv_weight=tv),
+        terms=[(x["hidden"], x["head"]), (x["code"], x["w2"])],
         constants=[x["weight"], x["label"], x["target"]],
-        chunk=chunk,
+        chunk_mb=_mb(chunk, itemsize),
     )
 
 
@@ -101,35 +115,71 @@ def test_gradcheck(chunk: int) -> None:
 def test_token_loss(chunk: int) -> None:
     """Next-token loss, whose head is a weight that is trained."""
     hidden, head = _rand(P, D, seed=0).requires_grad_(), _rand(V, D, seed=1).requires_grad_()
-    label = _inputs()["label"]
-    total, stats = chunked_sum(token_loss, rows=[hidden], weights=[head], constants=[label], chunk=chunk)
+    label, weight = _inputs()["label"], _inputs()["weight"]
+    total, stats = chunked_sum(token_loss, terms=[(hidden, head)], constants=[weight, label], chunk_mb=_mb(chunk))
     log_p = (hidden @ head.T).log_softmax(-1)
-    expected = -log_p.gather(1, label[:, None])[:, 0]
-    torch.testing.assert_close(total, expected.sum(), **EXACT)
-    torch.testing.assert_close(stats[:, 0], expected, **EXACT)
+    ce = -log_p.gather(1, label[:, None])[:, 0]
+    expected = (weight * ce).sum()
+    torch.testing.assert_close(total, expected, **EXACT)
+    torch.testing.assert_close(stats[:, 0], ce, **EXACT)
     assert torch.equal(stats[:, 1], (log_p.argmax(-1) == label).double())
     for got, want in zip(
-        torch.autograd.grad(total, (hidden, head)), torch.autograd.grad(expected.sum(), (hidden, head)), strict=True
+        torch.autograd.grad(total, (hidden, head)), torch.autograd.grad(expected, (hidden, head)), strict=True
     ):
         torch.testing.assert_close(got, want, **EXACT)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_at_most_a_chunk_of_rows_exists_at_a_time(chunk: int) -> None:
+def test_a_chunk_is_counted_in_bytes_of_logits(chunk: int) -> None:
     x, seen = _inputs(), []
 
-    def spy(a: Tensor, w: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        assert w.shape == (V, R)
-        assert len(a) == len(c)
-        seen.append(len(a))
-        return (a.sum(1) * c).sum() * w.sum(), a.detach()
+    def spy(
+        work: Workspace, logits: Tensor, gradient: bool, weight: Tensor, at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert logits.shape == (len(weight), V)
+        assert gradient
+        seen.append((len(weight), logits.data_ptr()))
+        torch.testing.assert_close(logits, x["hidden"].detach()[at] @ x["head"].T, **EXACT)
+        return weight, at[:, None].double(), logits.fill_(1)
 
-    total, stats = chunked_sum(spy, rows=[x["hidden"]], weights=[x["w2"]], constants=[x["weight"]], chunk=chunk)
-    assert max(seen) <= chunk
-    assert sum(seen) == P  # one pass forward ...
+    constants = [x["weight"], torch.arange(P)]
+    total, stats = chunked_sum(spy, terms=[(x["hidden"], x["head"])], constants=constants, chunk_mb=_mb(chunk) + 1e-9)
+    assert [rows for rows, _ in seen] == [min(chunk, P - start) for start in range(0, P, chunk)]
+    assert len({place for _, place in seen}) == 1  # all in the same memory
     total.backward()
-    assert sum(seen) == P  # ... and none backward
-    assert torch.equal(stats, x["hidden"])
+    assert sum(rows for rows, _ in seen) == P  # one pass forward and none backward
+    torch.testing.assert_close(total, x["weight"].sum(), **EXACT)
+    assert torch.equal(stats[:, 0], torch.arange(P).double())
+    torch.testing.assert_close(x["hidden"].grad, x["head"].sum(0).expand(P, D), **EXACT)
+
+
+def test_a_chunk_holds_at_least_one_row() -> None:
+    x = _inputs()
+    total, _ = _chunked(x, ce=0.5, tv=0.5, chunk=1)
+    torch.testing.assert_close(_chunked(x, ce=0.5, tv=0.5, chunk=0)[0], total, **EXACT)
+    for nothing in (0, -1):
+        with pytest.raises(UserError, match=r"method\.chunk_mb="):
+            check_chunk(nothing)
+
+
+def test_without_gradients_none_is_taken() -> None:
+    """In validation the value and the statistics alone: the criterion is told so."""
+    x, told = _inputs(), []
+    inner = draft_loss(x["target_head"], ce_weight=0.1, tv_weight=0.9)
+
+    def spy(work: Workspace, logits: Tensor, gradient: bool, *constants: Tensor) -> tuple[Tensor, Tensor, Any]:
+        told.append(gradient)
+        return inner(work, logits, gradient, *constants)
+
+    terms = [(x["hidden"], x["head"]), (x["code"], x["w2"])]
+    constants = [x["weight"], x["label"], x["target"]]
+    expected, stats = chunked_sum(spy, terms=terms, constants=constants, chunk_mb=_mb(3))
+    with torch.no_grad():
+        total, same = chunked_sum(spy, terms=terms, constants=constants, chunk_mb=_mb(3))
+    assert told == [True] * 4 + [False] * 4
+    assert not total.requires_grad
+    torch.testing.assert_close(total, expected.detach(), **EXACT)
+    torch.testing.assert_close(same, stats, **EXACT)
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
@@ -158,12 +208,65 @@ def test_low_precision_is_summed_in_float32() -> None:
     """bf16 logits are widened before the softmax: the loss is that of the rounded logits."""
     x = {name: t if name in ("label", "weight") else t.detach().bfloat16() for name, t in _inputs().items()}
     x["weight"] = x["weight"].float()
-    total, stats = _chunked(x, ce=0.5, tv=0.5, chunk=4)
+    total, stats = _chunked(x, ce=0.5, tv=0.5, chunk=4, itemsize=4)
     assert total.dtype == stats.dtype == torch.float32
     wide = {name: t if name == "label" else t.double() for name, t in x.items()}
-    logits = ((x["hidden"] @ x["head"].T) + (x["code"] @ x["w2"].T)).double()
+    logits = (x["hidden"] @ x["head"].T).double() + (x["code"] @ x["w2"].T).double()
     cross = -logits.log_softmax(-1).gather(1, wide["label"][:, None])[:, 0]
     torch.testing.assert_close(stats[:, 0].double(), cross, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["draft", "token", "consistency"])
+@pytest.mark.parametrize("form", ["float32", "autocast", "bfloat16"])
+def test_each_precision_is_near_the_exact_one(kind: str, form: str) -> None:
+    """Value and gradients of single and of low precision, under autocast or not, beside those of float64; the
+    gradients come in the type of what they belong to, and products alone are rounded."""
+    low = torch.bfloat16 if form == "bfloat16" else torch.float32
+    names = ("hidden", "head", "code", "w2", "target", "target_head")
+    rounded = torch.float32 if form == "float32" else torch.bfloat16
+    exact = {n: t.detach().to(rounded).double() if n in names else t for n, t in _inputs().items()}
+    x = {n: t.to(low) if n in names else t.float() if n == "weight" else t for n, t in exact.items()}
+    results = []
+    for y in (x, exact):
+        leaves = [y[n].requires_grad_() for n in ("hidden", "head", "code", "w2")]
+        criterion, constants = {
+            "draft": (draft_loss(y["target_head"], ce_weight=0.3, tv_weight=0.7), ("weight", "label", "target")),
+            "token": (token_loss, ("weight", "label")),
+            "consistency": (consistency_loss(y["target_head"], temperature=2.0), ("weight", "target")),
+        }[kind]
+        terms = [(leaves[0], leaves[1]), (leaves[2], leaves[3])]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=form == "autocast" and y is x):
+            total, stats = chunked_sum(criterion, terms=terms, constants=[y[n] for n in constants], chunk_mb=_mb(3, 4))
+        results.append((total, stats, torch.autograd.grad(total, leaves)))
+    (total, stats, grads), (exact_total, exact_stats, exact_grads) = results
+    assert total.dtype == stats.dtype == torch.float32
+    near = {"rtol": 1e-4, "atol": 1e-4} if form == "float32" else {"rtol": 0.03, "atol": 0.1}
+    torch.testing.assert_close(total.double(), exact_total, **near)
+    torch.testing.assert_close(stats[:, 0].double(), exact_stats[:, 0], **near)
+    for got, want in zip(grads, exact_grads, strict=True):
+        assert got.dtype == low
+        torch.testing.assert_close(got.double(), want, **near)
+
+
+def test_gradients_of_many_chunks_are_summed_wide() -> None:
+    """A weight's gradient in bf16 is rounded once, not once a chunk."""
+    rows, ones = 600, torch.ones(600, 1, dtype=torch.bfloat16)
+    head = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    label = torch.zeros(rows, dtype=torch.long)
+    total, _ = chunked_sum(token_loss, terms=[(ones, head)], constants=[torch.ones(rows), label], chunk_mb=1e-9)
+    (grad,) = torch.autograd.grad(total, head)
+    assert grad[:, 0].tolist() == [-300.0, 300.0]  # bf16 sums of 0.5 stop at 128
+
+
+def test_a_certain_token_costs_what_it_should() -> None:
+    """Logits far apart: no -inf, no cancellation, exact zeros where the law is a point."""
+    head = torch.eye(3, requires_grad=True)
+    hidden = torch.tensor([[200.0, 0.0, 0.0], [200.0, 0.0, 0.0]], requires_grad=True)
+    label = torch.tensor([0, 1])
+    total, stats = chunked_sum(token_loss, terms=[(hidden, head)], constants=[torch.ones(2), label], chunk_mb=1)
+    assert stats.tolist() == [[0.0, 1.0], [200.0, 0.0]]
+    (grad,) = torch.autograd.grad(total, hidden)
+    assert grad.tolist() == [[0.0, 0.0, 0.0], [1.0, -1.0, 0.0]]
 
 
 def test_decay_weights() -> None:
@@ -194,10 +297,9 @@ def test_consistency_loss(chunk: int, temperature: float) -> None:
     teacher, teacher_head, weight = _rand(P, D, seed=2), _rand(V, D, seed=3), _rand(P, seed=4).abs()
     total, stats = chunked_sum(
         consistency_loss(teacher_head, temperature=temperature),
-        rows=[hidden],
-        weights=[head],
+        terms=[(hidden, head)],
         constants=[weight, teacher],
-        chunk=chunk,
+        chunk_mb=_mb(chunk),
     )
     rows = []
     for i in range(P):

@@ -21,7 +21,7 @@ def _batch(seed: int) -> Batch:
 
 
 def _ar_base(target: Target) -> ARBase:
-    return ARBase(target=target, chunk_size=64)
+    return ARBase(target=target, chunk_mb=1)
 
 
 def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dspec.attention.masks import Mask
+from dspec.attention.masks import Mask, Tile
+
+_FEW = 8  # queries on a CPU: a block of seven drafts and its anchor
 
 
 @cache
@@ -26,17 +28,48 @@ def attend(
 ) -> Tensor:
     """Attention output [B, H, Q, D]; G key/value heads serve H query heads (H a multiple of G).
 
-    `mask` is a tensor [B or 1, 1, Q, K] (boolean: True = may attend; float: added to the scores), a flex BlockMask,
-    or None (all may attend, or with `is_causal` Q = K and each position sees those up to its own). `scale` None is
-    D ** -0.5.
+    `mask` is a tensor [B or 1, 1, Q, K] (boolean: True = may attend; float: added to the scores), tiles of such, a
+    flex BlockMask, or None (all may attend, or with `is_causal` Q = K and each position sees those up to its own).
+    `scale` None is D ** -0.5.
     """
+    if isinstance(mask, tuple):
+        return torch.cat([_attend_tile(q_BHQD, k_BGKD, v_BGKD, tile, scale) for tile in mask], 2)
     if isinstance(mask, BlockMask):
+        q_BHQD, k_BGKD = q_BHQD.to(v_BGKD), k_BGKD.to(v_BGKD)  # under autocast norms leave float32; SDPA casts by itself
         flex = _compiled_flex() if q_BHQD.is_cuda else flex_attention
         return flex(q_BHQD, k_BGKD, v_BGKD, block_mask=mask, scale=scale, enable_gqa=True)  # type: ignore[operator]
     groups = q_BHQD.shape[1] // k_BGKD.shape[1]
+    if groups > 1 and not is_causal and _folds(q_BHQD, k_BGKD, mask):
+        return _folded(q_BHQD, k_BGKD, v_BGKD, mask, scale)
     if groups > 1 and q_BHQD.is_cuda and mask is not None:  # no fused CUDA kernel takes both grouped heads and a mask
         k_BGKD = k_BGKD.repeat_interleave(groups, dim=1)
         v_BGKD = v_BGKD.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(
         q_BHQD, k_BGKD, v_BGKD, attn_mask=mask, scale=scale, is_causal=is_causal, enable_gqa=groups > 1
     )
+
+
+def _folds(q_BHQD: Tensor, k_BGKD: Tensor, mask: Tensor | None) -> bool:
+    """Whether heads that share keys had better become queries of one head.
+
+    On CPUs it pays while queries are few (one, in bfloat16: 4x and more). On CUDA a mask would else cost a copy of
+    all keys and values: the mask is copied instead, where that is less.
+    """
+    queries = q_BHQD.shape[2]
+    if q_BHQD.is_cuda:
+        return mask is not None and queries < 2 * k_BGKD.shape[1] * k_BGKD.shape[3]
+    return queries <= _FEW
+
+
+def _folded(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The same attention with the H / G heads of a group as further queries of one head."""
+    (B, H, Q, D), G = q_BHQD.shape, k_BGKD.shape[1]
+    if mask is not None:
+        mask = mask.expand(-1, -1, H // G, -1) if Q == 1 else mask.repeat(1, 1, H // G, 1)
+    out = F.scaled_dot_product_attention(q_BHQD.reshape(B, G, -1, D), k_BGKD, v_BGKD, attn_mask=mask, scale=scale)
+    return out.reshape(B, H, Q, -1)
+
+
+def _attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float | None) -> Tensor:
+    k, v = (torch.cat([x[:, :, : tile.leading], x[:, :, tile.own]], 2) for x in (k, v))
+    return attend(q[:, :, tile.queries], k, v, tile.mask, scale=scale)

@@ -1,20 +1,36 @@
-"""Every attention mask of dspec, as a predicate over logical positions, and its two physical forms.
+"""Every attention mask of dspec, as a predicate over logical positions, and its physical forms.
 
 A predicate has the signature of flex attention's mask_mod, `(b, h, q, kv) -> bool`, and works elementwise on index
-tensors. `dense` turns it into a boolean SDPA mask (CPU: flex attention has no backward there), `block_mask` into a
-flex BlockMask (CUDA). Training and the cached decoders read the same predicates; this module knows no model.
+tensors. `dense` turns it into a boolean SDPA mask (CPU: flex attention has no backward there), `tiles` into dense
+masks over the keys that neighbouring queries see, `block_mask` into a flex BlockMask (CUDA). Training and the cached
+decoders read the same predicates; this module knows no model.
 
 Legend: B = batch, Q = queries, K = keys, N = blocks (anchors) a row, L = positions.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Mask = Tensor | BlockMask | None
+_TILE = 32  # blocks a tile: fewer waste work on small products, more on features that none of the block sees
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Neighbouring queries and all the keys that any of them sees: the first ones, and those at the queries' side."""
+
+    queries: slice
+    leading: int
+    own: slice
+    mask: Tensor  # bool [B, 1, queries, leading + own]
+
+
+Tiles = tuple[Tile, ...]
+Mask = Tensor | BlockMask | Tiles | None
 
 
 def causal(start_B: Tensor) -> Predicate:
@@ -90,10 +106,15 @@ def noise_conditioned(document_BL: Tensor, block_BL: Tensor, noisy_BL: Tensor, *
 
 def dense(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
     """The predicate as a boolean mask [batch, 1, queries, keys] for scaled_dot_product_attention."""
-    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    q = torch.arange(queries, device=device).view(1, 1, -1, 1)
-    kv = torch.arange(keys, device=device).view(1, 1, 1, -1)
-    return predicate(b, torch.zeros_like(b), q, kv).expand(batch, 1, queries, keys)
+    q, kv = torch.arange(queries, device=device), torch.arange(keys, device=device)
+    return _table(predicate, batch, q, kv)
+
+
+def _table(predicate: Predicate, batch: int, q: Tensor, kv: Tensor) -> Tensor:
+    """The predicate at these queries and keys: bool [batch, 1, len(q), len(kv)]."""
+    b = torch.arange(batch, device=q.device).view(-1, 1, 1, 1)
+    table = predicate(b, torch.zeros_like(b), q.view(1, 1, -1, 1), kv.view(1, 1, 1, -1))
+    return table.expand(batch, 1, len(q), len(kv))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,7 +127,28 @@ def block_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, dev
     return create_block_mask(predicate, batch, None, queries, keys, device=device.type)
 
 
-def training_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> Mask:
-    """The form that trains on this device: flex on CUDA, dense elsewhere."""
-    build = block_mask if device.type == "cuda" else dense
-    return build(predicate, batch=batch, queries=queries, keys=keys, device=device)
+def tiles(anchor_BN: Tensor, *, context: int, block: int, size: int = _TILE) -> Tiles:
+    """`draft_blocks` over `context` features in tiles of `size` blocks: no tile reads features behind its anchors.
+
+    With sorted anchors that is half of the work, and blocks of other tiles are left out altogether.
+    """
+    B, N = anchor_BN.shape
+    contexts = torch.full((B,), context, device=anchor_BN.device)
+    predicate, made = draft_blocks(anchor_BN, contexts, block=block), []
+    for first in range(0, N, size):
+        last = min(first + size, N)
+        leading = int(anchor_BN[:, first:last].max())
+        q = torch.arange(first * block, last * block, device=anchor_BN.device)
+        kv = torch.cat([torch.arange(leading, device=q.device), context + q])
+        own = slice(context + first * block, context + last * block)
+        made.append(Tile(slice(first * block, last * block), leading, own, _table(predicate, B, q, kv)))
+    return tuple(made)
+
+
+def training_blocks(anchor_BN: Tensor, *, context: int, block: int) -> Mask:
+    """`draft_blocks` in the form that trains on the anchors' device: flex on CUDA, tiles elsewhere."""
+    if anchor_BN.device.type != "cuda":
+        return tiles(anchor_BN, context=context, block=block)
+    (B, N), device = anchor_BN.shape, anchor_BN.device
+    predicate = draft_blocks(anchor_BN, torch.full((B,), context, device=device), block=block)
+    return block_mask(predicate, batch=B, queries=N * block, keys=context + N * block, device=device)

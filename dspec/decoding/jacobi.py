@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
 from dspec.decoding.blocks import Flight, Plan
-from dspec.decoding.sampling import Sampling, draw
+from dspec.decoding.sampling import Sampling, draw, row_chunks
 from dspec.models.target import Target
 from dspec.spans import span
 
@@ -115,13 +115,24 @@ class Jacobi:
         starts = [len(f.text) - 1 for f in flights]
         with span("target"):
             output = self.target(torch.tensor(padded, device=device), start_B=starts, cache=state.cache)
-        with span("target LM head"):
-            logits_RLV = self.target.logits(output.hidden_BLD)
-        with span("sampling"):
-            if uniform_BT is None:
-                return logits_RLV.argmax(-1).tolist()
+        uniform_N = None
+        if uniform_BT is not None:
             # stream position of the first prediction: the prefill drew output token 0, `uniform_BT` starts at token 1
             first_R = torch.tensor([len(f.text) - f.start - 1 for f in flights], device=device)
             at_RL = (first_R[:, None] + torch.arange(L, device=device)).clamp(max=uniform_BT.shape[1] - 1)
-            uniform_RL = uniform_BT[torch.tensor(prompts, device=device)].gather(1, at_RL)
-            return draw(self.sampling.probs(logits_RLV), uniform_RL).tolist()
+            uniform_N = uniform_BT[torch.tensor(prompts, device=device)].gather(1, at_RL).flatten()
+        return self._tokens(output.hidden_BLD.flatten(0, 1), uniform_N).view(-1, L).tolist()
+
+    def _tokens(self, hidden_ND: Tensor, uniform_N: Tensor | None) -> Tensor:
+        """The model's tokens [N] after N = R L positions, some at a time: with many candidates all logits, let alone
+        laws, would take gigabytes."""
+        tokens = []
+        for part in row_chunks(len(hidden_ND), self.target.vocab_size):
+            with span("target LM head"):
+                logits = self.target.logits(hidden_ND[part])
+            with span("sampling"):
+                if uniform_N is None:
+                    tokens.append(logits.argmax(-1))
+                else:
+                    tokens.append(draw(self.sampling.probs(logits), uniform_N[part]))
+        return torch.cat(tokens)

@@ -15,6 +15,7 @@ from dspec.decoding.sampling import Sampling, draw
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft
+from dspec.models.target import lm_logits
 from dspec.spans import span
 
 
@@ -117,7 +118,7 @@ class DraftProposer:
         with span("draft"):
             hidden = self._block(ids_BK, start_B)
         with span("draft LM head"):
-            return hidden, self.draft.lm_head(hidden)
+            return hidden, lm_logits(self.draft.lm_head, hidden)
 
     def propose(
         self,

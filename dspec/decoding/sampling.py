@@ -1,18 +1,21 @@
 """Sampling: the warped law of a token, drawing from it with given uniforms, and lossless verification of drafts.
 
-All randomness is passed in as uniforms from one stream a row, so that a batch draws what single rows draw.
+All randomness is passed in as uniforms from one stream a row, so that a batch draws what single rows draw. Laws are
+sorted and summed some rows at a time: each row's result depends on that row alone.
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from dspec.errors import UserError
+from dspec.precision import widest
 
 _REFILL = 512  # uniforms drawn at a time for each row
+_CHUNK_BYTES = 2**26  # of one law in float64: sorting and summing take several of that size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,11 @@ class Sampling:
 
     def probs(self, logits: Tensor) -> Tensor:
         """The law tokens are drawn from [..., V], in float32 at least; only for temperature > 0."""
+        rows = logits.reshape(-1, logits.shape[-1])
+        laws = [self._probs(rows[part]) for part in row_chunks(*rows.shape)]
+        return (laws[0] if len(laws) == 1 else torch.cat(laws)).view(logits.shape)
+
+    def _probs(self, logits: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probs = (wide if self.temperature == 1 else wide / self.temperature).softmax(-1)
         if self.top_p == 1:
@@ -47,9 +55,21 @@ class Sampling:
         return kept / kept.sum(-1, keepdim=True)
 
 
+def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
+    """All rows in parts whose laws stay within a fixed memory (at least one row each; one part without rows)."""
+    size = max(1, _CHUNK_BYTES // (8 * vocab))
+    return (slice(start, start + size) for start in range(0, max(1, rows), size))
+
+
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens [...] from unnormalised weights [..., V] by the inverse CDF at uniform [...] in [0, 1)."""
-    cdf = weights.cumsum(-1, dtype=torch.float64)
+    rows, at = weights.reshape(-1, weights.shape[-1]), uniform.reshape(-1)
+    drawn = [_draw(rows[part], at[part]) for part in row_chunks(*rows.shape)]
+    return torch.cat(drawn).view(uniform.shape)
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    cdf = weights.cumsum(-1, dtype=widest(weights.device))
     return torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True).squeeze(-1)
 
 
@@ -59,13 +79,14 @@ class Streams:
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._device = device
-        self._buffer = torch.empty(len(seeds), 0, dtype=torch.float64, device=device)
+        self._dtype = widest(device)
+        self._buffer = torch.empty(len(seeds), 0, dtype=self._dtype, device=device)
 
     def take(self, count: int) -> Tensor:
-        """The next `count` uniforms of each row [B, count], float64."""
+        """The next `count` uniforms of each row [B, count], float64 where the device has it."""
         if self._buffer.shape[1] < count:
             size = max(count, _REFILL)
-            fresh = [torch.rand(size, generator=g, dtype=torch.float64) for g in self._generators]
+            fresh = [torch.rand(size, generator=g, dtype=self._dtype) for g in self._generators]
             self._buffer = torch.cat([self._buffer, torch.stack(fresh).to(self._device)], 1)
         taken, self._buffer = self._buffer[:, :count], self._buffer[:, count:]
         return taken
@@ -102,9 +123,9 @@ def verify_sampled(
     """
     B, J = draft_BJ.shape
     p_x = target_probs_BJV[:, :-1].gather(-1, draft_BJ[..., None]).squeeze(-1)
-    if draft_probs_BJV is None:
-        draft_probs_BJV = torch.zeros_like(target_probs_BJV[:, :-1]).scatter_(-1, draft_BJ[..., None], 1.0)
-    q_x = draft_probs_BJV.gather(-1, draft_BJ[..., None]).squeeze(-1)
+    q_x = torch.ones_like(p_x)
+    if draft_probs_BJV is not None:
+        q_x = draft_probs_BJV.gather(-1, draft_BJ[..., None]).squeeze(-1)
     slots = torch.arange(J, device=draft_BJ.device)
     ok = (uniform_BJ * q_x < p_x) & (slots < count_B[:, None])
     accepted = ok.long().cumprod(1).sum(1)
@@ -112,8 +133,13 @@ def verify_sampled(
     law = target_probs_BJV[rows, accepted]
     rejected = accepted < count_B
     if J:
-        q = draft_probs_BJV[rows, accepted.clamp(max=J - 1)]
-        residual = torch.where(rejected[:, None], (law - q).clamp(min=0), law)
+        slot = accepted.clamp(max=J - 1)
+        if draft_probs_BJV is None:  # q is one at the drafted token, so that token alone loses weight
+            excess, token = law.clone(), draft_BJ[rows, slot]
+            excess[rows, token] = (law[rows, token] - 1).clamp(min=0)
+        else:
+            excess = (law - draft_probs_BJV[rows, slot]).clamp(min=0)
+        residual = torch.where(rejected[:, None], excess, law)
         # p = q up to rounding leaves an empty residual: the rejection then had probability zero, p is as good
         law = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law)
     return accepted, draw(law, uniform_B)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dspec.calibration import Calibration, calibrated_confidence
 from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
 from dspec.decoding.proposers import Proposal, Proposer
-from dspec.decoding.sampling import Sampling, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, row_chunks, verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.target import Target
 from dspec.spans import span
@@ -126,14 +126,8 @@ class Speculative:
                 accepted, following = verify_greedy(draft, proposal.count_B, logits)
             else:
                 laws = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
-                accepted, following = verify_sampled(
-                    draft,
-                    proposal.count_B,
-                    laws,
-                    self.sampling.probs(logits),
-                    uniform[:, J : J + sent],
-                    uniform[:, 2 * J],
-                )
+                uniforms = uniform[:, J : J + sent], uniform[:, 2 * J]
+                accepted, following = self._verify_sampled(draft, proposal.count_B, laws, logits, *uniforms)
         with span("bookkeeping"):
             lengths, drafts = accepted.tolist(), draft.tolist()
             confidence = None
@@ -148,6 +142,25 @@ class Speculative:
                     history[i].extend([*drafts[i][: lengths[i]], token])
         # only positions of rows that moved on may be overwritten: finished rows stay where they are
         self.proposer.extend(output.features_BLF[:, : max(lengths) + 1], starts)
+
+    def _verify_sampled(
+        self,
+        draft_BJ: Tensor,
+        count_B: Tensor,
+        draft_probs_BJV: Tensor | None,
+        logits_BJV: Tensor,
+        uniform_BJ: Tensor,
+        uniform_B: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Some rows at a time: the target's laws of a whole batch would take many times the logits' memory."""
+        B, positions, V = logits_BJV.shape
+        parts = []
+        for at in row_chunks(B, positions * V):
+            laws = None if draft_probs_BJV is None else draft_probs_BJV[at]
+            target_laws = self.sampling.probs(logits_BJV[at])
+            parts.append(verify_sampled(draft_BJ[at], count_B[at], laws, target_laws, uniform_BJ[at], uniform_B[at]))
+        accepted, following = zip(*parts, strict=True)
+        return torch.cat(accepted), torch.cat(following)
 
     def _truncate(self, proposal: Proposal) -> None:
         """Shortens each row's draft to the leading slots whose confidence reaches the threshold."""

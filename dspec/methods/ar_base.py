@@ -12,7 +12,7 @@ from torch import Generator
 
 from dspec.atomic import atomic_folder
 from dspec.attention import masks
-from dspec.losses import chunked_sum, token_loss
+from dspec.losses import check_chunk, chunked_sum, token_loss
 from dspec.method import Batch, LossOutput, Method, float32_masters
 from dspec.models.target import Target
 
@@ -20,9 +20,9 @@ from dspec.models.target import Target
 class ARBase(Method):
     """Trains all of a target's weights."""
 
-    def __init__(self, *, target: Target, chunk_size: int) -> None:
+    def __init__(self, *, target: Target, chunk_mb: float) -> None:
         super().__init__()
-        self.target, self.chunk_size = target, chunk_size
+        self.target, self.chunk_mb = target, check_chunk(chunk_mb)
         target.model.requires_grad_(True)
         float32_masters(target.model)
 
@@ -34,12 +34,12 @@ class ARBase(Method):
             mask = masks.dense(predicate, batch=B, queries=L, keys=L, device=batch.ids_BL.device)
         hidden = self.target(batch.ids_BL, positions_BL=batch.positions_BL, mask=mask).hidden_BLD
         chosen = batch.loss_BL[:, 1:]
+        label_P = batch.ids_BL[:, 1:][chosen]
         total, stats = chunked_sum(
             token_loss,
-            rows=[hidden[:, :-1][chosen]],
-            weights=[self.target.lm_head.weight],
-            constants=[batch.ids_BL[:, 1:][chosen]],
-            chunk=self.chunk_size,
+            terms=[(hidden[:, :-1][chosen], self.target.lm_head.weight)],
+            constants=[torch.ones_like(label_P, dtype=hidden.dtype), label_P],
+            chunk_mb=self.chunk_mb,
         )
         count = chosen.sum()
         return LossOutput(total, count, {"ce": (stats[:, 0].sum(), count), "accuracy": (stats[:, 1].sum(), count)})

@@ -17,11 +17,12 @@ from torch import Generator, Tensor
 
 from dspec.attention import masks
 from dspec.errors import UserError
-from dspec.losses import chunked_sum, decay_weights, draft_loss
+from dspec.losses import check_chunk, chunked_sum, decay_weights, draft_loss, token_loss
 from dspec.method import Batch, LossOutput, Method, Metrics
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import Draft
 from dspec.models.target import Target, TargetOutput
+from dspec.precision import widest
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,18 @@ class DFlash(Method):
         loss_decay: float,
         ce_weight: float,
         tv_weight: float,
-        chunk_size: int,
+        chunk_mb: float,
     ) -> None:
-        """`loss_decay` is gamma in slots; `chunk_size` rows of logits exist at a time."""
+        """`loss_decay` is gamma in slots; `chunk_mb` MiB of logits exist at a time."""
         super().__init__()
+        if num_anchors < 1:
+            raise UserError(f"method.num_anchors={num_anchors} blocks a row must be at least 1")
+        if loss_decay <= 0:
+            raise UserError(f"method.loss_decay={loss_decay} slots must be above 0 (large: all slots count alike)")
         if draft.markov_head is not None or draft.confidence_head is not None:
             self._refuse_heads()
         self.target, self.draft = target, draft
-        self.num_anchors, self.loss_decay, self.chunk_size = num_anchors, loss_decay, chunk_size
+        self.num_anchors, self.loss_decay, self.chunk_mb = num_anchors, loss_decay, check_chunk(chunk_mb)
         draft.num_anchors = num_anchors
         self.ce_weight, self.tv_weight = ce_weight, tv_weight
 
@@ -96,9 +101,7 @@ class DFlash(Method):
         config = self.draft.config
         (B, L), N, K = batch.ids_BL.shape, anchor_BN.shape[1], config.block_size
         device = batch.ids_BL.device
-        context = torch.full((B,), L, device=device)
-        predicate = masks.draft_blocks(anchor_BN, context, block=K)
-        mask = masks.training_mask(predicate, batch=B, queries=N * K, keys=L + N * K, device=device)
+        mask = masks.training_blocks(anchor_BN, context=L, block=K)
         positions = (anchor_BN[..., None] + torch.arange(K, device=device)).flatten(1)
         hidden = self.draft(
             self.draft.block_ids(batch.ids_BL.gather(1, anchor_BN)),
@@ -119,37 +122,49 @@ class DFlash(Method):
         """Transition codes [B, N, J, R] and W2 [V, R]; DFlash has none (R = 0)."""
         return blocks.hidden_BNJD[..., :0], self.draft.lm_head.weight[:, :0]
 
+    def _reads_law(self) -> bool:
+        """Whether the target's distribution is computed: in training only if the loss weighs it."""
+        return self.tv_weight != 0 or not torch.is_grad_enabled()
+
     def _supervise(self, blocks: Blocks, output: TargetOutput) -> LossOutput:
         chosen = blocks.supervised_BNJ
-        slots = chosen.shape[-1]
-        weight_J = decay_weights(slots, gamma=self.loss_decay).to(blocks.hidden_BNJD.device)
-        weight_P = weight_J.expand(chosen.shape)[chosen]
-        code, w2_VR = self._codes(blocks)
-        row = torch.arange(chosen.shape[0], device=chosen.device)[:, None, None].expand(chosen.shape)
-        target_PD = output.hidden_BLD[row[chosen], blocks.at_BNJ[chosen]]
-        head = self.draft.lm_head.weight
-        total, stats = chunked_sum(
-            draft_loss(head, self.target.lm_head.weight, ce_weight=self.ce_weight, tv_weight=self.tv_weight),
-            rows=[blocks.hidden_BNJD[chosen], code[chosen]],
-            weights=[w2_VR],
-            constants=[weight_P, blocks.label_BNJ[chosen], target_PD],
-            chunk=self.chunk_size,
+        slots, device = chosen.shape[-1], chosen.device
+        weight_P = (
+            decay_weights(slots, gamma=self.loss_decay).to(blocks.hidden_BNJD.device).expand(chosen.shape)[chosen]
         )
-        slot_P = torch.arange(slots, device=chosen.device).expand(chosen.shape)[chosen]
-        ce, l1, match = stats.unbind(-1)
+        slot_P = torch.arange(slots, device=device).expand(chosen.shape)[chosen]
         count_J = torch.bincount(slot_P, minlength=slots).to(weight_P)
+        total, stats = self._chunked(blocks, output, weight_P)
 
         def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.bincount(slot_P, weights=values.double(), minlength=slots).to(weight_P), count_J
+            return torch.bincount(slot_P, weights=values.to(widest(device)), minlength=slots).to(weight_P), count_J
 
-        metrics = {
-            "ce": ((weight_P * ce).sum(), weight_P.sum()),
+        metrics: Metrics = {"ce": ((weight_P * stats[:, 0]).sum(), weight_P.sum())}
+        if not self._reads_law():
+            return LossOutput(total, weight_P.sum(), metrics | {"accuracy": per_slot(stats[:, 1])})
+        _, l1, match = stats.unbind(-1)
+        metrics |= {
             "tv": ((weight_P * l1 / 2).sum(), weight_P.sum()),
             "accept": per_slot(1 - l1 / 2),
             "match": per_slot(match),
         }
         extra, extra_metrics = self._extra(blocks, weight_P, l1)
         return LossOutput(total + extra, weight_P.sum(), metrics | extra_metrics)
+
+    def _chunked(self, blocks: Blocks, output: TargetOutput, weight_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss sum and, a row, (CE, L1, greedy match) or, without the target's law, (CE, correct)."""
+        chosen = blocks.supervised_BNJ
+        code, w2_VR = self._codes(blocks)
+        terms = [(blocks.hidden_BNJD[chosen], self.draft.lm_head.weight), (code[chosen], w2_VR)]
+        label_P = blocks.label_BNJ[chosen]
+        if not self._reads_law():
+            constants = [self.ce_weight * weight_P, label_P]
+            return chunked_sum(token_loss, terms=terms, constants=constants, chunk_mb=self.chunk_mb)
+        row = torch.arange(chosen.shape[0], device=chosen.device)[:, None, None].expand(chosen.shape)
+        target_PD = output.hidden_BLD[row[chosen], blocks.at_BNJ[chosen]]
+        criterion = draft_loss(self.target.lm_head.weight, ce_weight=self.ce_weight, tv_weight=self.tv_weight)
+        constants = [weight_P, label_P, target_PD]
+        return chunked_sum(criterion, terms=terms, constants=constants, chunk_mb=self.chunk_mb)
 
     def _extra(self, blocks: Blocks, weight_P: Tensor, l1_P: Tensor) -> tuple[Tensor, Metrics]:
         """A further weighted loss sum and its metrics; DFlash has none."""

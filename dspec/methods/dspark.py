@@ -29,7 +29,7 @@ class DSpark(DFlash):
         ce_weight: float,
         tv_weight: float,
         confidence_weight: float,
-        chunk_size: int,
+        chunk_mb: float,
     ) -> None:
         super().__init__(
             target=target,
@@ -38,7 +38,7 @@ class DSpark(DFlash):
             loss_decay=loss_decay,
             ce_weight=ce_weight,
             tv_weight=tv_weight,
-            chunk_size=chunk_size,
+            chunk_mb=chunk_mb,
         )
         if draft.confidence_head is None and confidence_weight:
             raise UserError("method.confidence_weight > 0 needs draft.confidence_head=true")
@@ -46,6 +46,9 @@ class DSpark(DFlash):
 
     def _refuse_heads(self) -> None:
         """DSpark is what the heads are for."""
+
+    def _reads_law(self) -> bool:
+        return self.draft.confidence_head is not None or super()._reads_law()  # the head's aim
 
     def _codes(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         if self.draft.markov_head is None:

@@ -23,11 +23,12 @@ from torch import Generator, Tensor
 from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
-from dspec.losses import chunked_sum, consistency_loss, token_loss
+from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
 from dspec.method import Batch, LossOutput, Method, float32_masters
 from dspec.models.target import Target
 from dspec.noise import Distance, Schedule, depth
 from dspec.packing import TrajectoryBatch
+from dspec.precision import widest
 from dspec.teachers import Teacher
 
 Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
@@ -35,13 +36,13 @@ Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
 
 def per_token(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
     """Weight [B, L] of each noisy place, and what all is divided by: a mean over the response's tokens."""
-    return torch.ones_like(batch.ids_BL, dtype=torch.float64), batch.loss_BL.sum()
+    return torch.ones_like(batch.ids_BL, dtype=widest(batch.ids_BL.device)), batch.loss_BL.sum()
 
 
 def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
     """The paper's: KL summed over a block, averaged over a response's blocks; CE summed; a mean over samples."""
     last = batch.last_BL & ~batch.noisy_BL
-    weight = torch.zeros_like(batch.ids_BL, dtype=torch.float64)
+    weight = torch.zeros_like(batch.ids_BL, dtype=widest(batch.ids_BL.device))
     for row, place in last.nonzero().tolist():
         own = batch.document_BL[row] == batch.document_BL[row, place]  # type: ignore[index]
         weight[row, own] = 1 / float(batch.block_BL[row, place] + 1)
@@ -135,7 +136,7 @@ class JacobiForcing(Method):
         ar_on_prompt: bool,
         temperature: float,
         decay: float | None,
-        chunk_size: int,
+        chunk_mb: float,
     ) -> None:
         """`window` is the mask's (None: all earlier blocks noisy, 1: all clean), the schedule has its own. A place d
         tokens behind its block's first wrong one counts exp(-d / decay) in the KL (None: all alike)."""
@@ -149,7 +150,7 @@ class JacobiForcing(Method):
         self.target, self.schedule, self.distance, self.window = target, schedule, distance, window
         self.teacher, self.tuning, self.normalisation = teacher, tuning, normalisation
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt
-        self.temperature, self.decay, self.chunk_size = temperature, decay, chunk_size
+        self.temperature, self.decay, self.chunk_mb = temperature, decay, check_chunk(chunk_mb)
         tuning.prepare(target)
         float32_masters(target.model)
         teacher.bind(target)
@@ -205,23 +206,21 @@ class JacobiForcing(Method):
         row = chosen.nonzero()[:, 0]
         return chunked_sum(
             consistency_loss(teacher_head, temperature=self.temperature),
-            rows=[hidden[chosen]],
-            weights=[self.target.lm_head.weight],
-            constants=[weight_BL[chosen].to(hidden.dtype), teacher[row, batch.twin_BL[chosen]].detach()],
-            chunk=self.chunk_size,
+            terms=[(hidden[chosen], self.target.lm_head.weight)],
+            constants=[weight_BL[chosen], teacher[row, batch.twin_BL[chosen]].detach()],
+            chunk_mb=self.chunk_mb,
         )
 
     def _next_token(self, batch: TrajectoryBatch, ids_BL: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Each clean token from the place before it in the clean text."""
         prompt = (batch.block_BL < 0) & (batch.document_BL >= 0)  # type: ignore[operator]
         chosen = (batch.loss_BL | prompt if self.ar_on_prompt else batch.loss_BL) & (batch.previous_BL >= 0)
-        row = chosen.nonzero()[:, 0]
+        row, label_P = chosen.nonzero()[:, 0], ids_BL[chosen]
         return chunked_sum(
             token_loss,
-            rows=[hidden[row, batch.previous_BL[chosen]]],
-            weights=[self.target.lm_head.weight],
-            constants=[ids_BL[chosen]],
-            chunk=self.chunk_size,
+            terms=[(hidden[row, batch.previous_BL[chosen]], self.target.lm_head.weight)],
+            constants=[torch.ones_like(label_P, dtype=hidden.dtype), label_P],
+            chunk_mb=self.chunk_mb,
         )
 
     def after_step(self) -> None:

@@ -63,6 +63,8 @@ class DraftConfig:
             raise UserError("a Markov head needs markov_rank >= 1")
         if self.block_size < 1 + self.first_slot:
             raise UserError(f"block_size={self.block_size} leaves no draft slot in the {self.layout} layout")
+        if self.block_size > (positions := self.transformer.max_position_embeddings):
+            raise UserError(f"block_size={self.block_size} exceeds the model's {positions} positions")
         if not self.target_layer_ids:
             raise UserError("a drafter taps at least one target layer: set draft.target_layer_ids")
 
@@ -95,8 +97,9 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, 1, L, W]
 
 
 def _rotate(x_BHLW: Tensor, rotation: Rotation) -> Tensor:
+    """In the table's precision; only the result is rounded to x's."""
     cos, sin = rotation
-    return x_BHLW * cos + rotate_half(x_BHLW) * sin
+    return (x_BHLW * cos + rotate_half(x_BHLW) * sin).to(x_BHLW.dtype)
 
 
 class DraftAttention(nn.Module):
@@ -188,11 +191,16 @@ class Draft(nn.Module):
         return PositionCache(len(self.layers))
 
     def _rotation(self, x: Tensor, positions_BL: Tensor) -> Rotation:
-        """Rows of a table of all positions: computed anew they would cost a small drafter as much as attention."""
-        if self._table is None or self._table[0].dtype != x.dtype or self._table[0].device != x.device:
+        """Rows of a table of all positions: computed anew they would cost a small drafter as much as attention.
+
+        In float32 at least, whatever x is: under autocast the block's states and the context's differ in type.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if self._table is None or self._table[0].dtype != dtype or self._table[0].device != x.device:
             count = self.config.transformer.max_position_embeddings + self.config.block_size
             with torch.inference_mode(False):  # training may read a table that decoding made
-                cos, sin = self.rotary_emb(x, torch.arange(count, device=x.device)[None])
+                like = torch.empty(0, dtype=dtype, device=x.device)
+                cos, sin = self.rotary_emb(like, torch.arange(count, device=x.device)[None])
                 self._table = cos[0], sin[0]
         cos, sin = self._table
         return cos[positions_BL][:, None], sin[positions_BL][:, None]

@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from dspec.attention import masks
-from dspec.attention.attend import attend
+from dspec.attention.attend import _folded, _folds, attend
 
 CPU = torch.device("cpu")
 
@@ -17,9 +18,9 @@ def _equal(predicate: masks.Predicate, table: list[list[list[bool]]]) -> None:
     expected = torch.tensor(table)
     B, Q, K = expected.shape
     shape = {"batch": B, "queries": Q, "keys": K, "device": CPU}
-    for got in (masks.dense(predicate, **shape), masks.training_mask(predicate, **shape)):
-        assert got.dtype == torch.bool
-        assert torch.equal(got[:, 0], expected)
+    got = masks.dense(predicate, **shape)
+    assert got.dtype == torch.bool
+    assert torch.equal(got[:, 0], expected)
     flex = masks.block_mask(predicate, **shape)  # what a GPU trains with: element by element, and block by block
     assert torch.equal(create_mask(flex.mask_mod, B, 1, Q, K, device="cpu")[:, 0], expected)
     assert flex.to_dense()[:, 0].bool().flatten(1).tolist() == [[bool(row.any())] for row in expected]
@@ -66,6 +67,55 @@ def test_draft_blocks_of_the_decoder() -> None:
     table = [_block_table([s], s, block=block, keys=8) for s in starts]
     _equal(masks.draft_blocks(start[:, None], start, block=block), table)
     assert table[0][0] == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiles_hold_all_that_the_dense_mask_holds(seed: int) -> None:
+    """Each tile is the dense mask at its queries and keys, whatever it leaves out is False there; sorted or not."""
+    rng = random.Random(seed)
+    block, N, context, size = rng.randint(1, 4), rng.randint(1, 7), rng.randint(2, 9), rng.randint(1, 8)
+    anchors = torch.tensor([[rng.randrange(context) for _ in range(N)] for _ in range(3)])
+    anchors = anchors if seed % 3 == 0 else anchors.sort(1).values
+    predicate = masks.draft_blocks(anchors, torch.full((3,), context), block=block)
+    rest = masks.dense(predicate, batch=3, queries=N * block, keys=context + N * block, device=CPU).clone()
+    tiles = masks.tiles(anchors, context=context, block=block, size=size)
+    assert [tile.queries.start for tile in tiles] == list(range(0, N * block, size * block))
+    assert tiles[-1].queries.stop == N * block
+    for tile in tiles:
+        assert tile.leading == anchors[:, tile.queries.start // block : tile.queries.stop // block].max()
+        part = rest[:, :, tile.queries]
+        assert torch.equal(tile.mask, torch.cat([part[..., : tile.leading], part[..., tile.own]], -1))
+        part[..., : tile.leading], part[..., tile.own] = False, False
+    assert not rest.any()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_tiles_equal_the_dense_mask(groups: int, size: int) -> None:
+    """Attention in value and in all three gradients; a row with anchors at 0 has tiles without any feature."""
+    B, block, context, N, H, W = 2, 3, 20, 7, 4, 8
+    generator = torch.Generator().manual_seed(size)
+    anchors = torch.randint(context, (B, N), generator=generator).sort(1).values
+    anchors[:, :2] = 0
+    predicate = masks.draft_blocks(anchors, torch.full((B,), context), block=block)
+    dense = masks.dense(predicate, batch=B, queries=N * block, keys=context + N * block, device=CPU)
+    inputs = [
+        torch.randn(B, heads, length, W, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads, length in ((H, N * block), (groups, context + N * block), (groups, context + N * block))
+    ]
+    out = [attend(*inputs, mask) for mask in (dense, masks.tiles(anchors, context=context, block=block, size=size))]
+    torch.testing.assert_close(out[1], out[0], rtol=0, atol=1e-12)
+    weights = torch.randn(out[0].shape, generator=generator, dtype=torch.float64)
+    expected, got = (torch.autograd.grad((weights * x).sum(), inputs) for x in out)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_training_takes_tiles_on_a_cpu() -> None:
+    made = masks.training_blocks(torch.arange(100)[None], context=100, block=2)
+    assert isinstance(made, tuple)
+    assert len(made) > 1
+    assert sum(tile.mask.numel() for tile in made) < 200 * 300 / 2
 
 
 def _packed_row(rng: random.Random, length: int) -> tuple[list[int], list[int], list[bool]]:
@@ -152,6 +202,43 @@ def test_flex_equals_dense(groups: int) -> None:
         k, v = (x.repeat_interleave(H // groups, 1) for x in (k, v))
         scores = (q @ k.transpose(-1, -2) / W**0.5).masked_fill(~dense, float("-inf"))
         torch.testing.assert_close(scores.softmax(-1) @ v, out, rtol=0, atol=1e-10, msg=name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("queries", [1, 2, 8])
+@pytest.mark.parametrize("form", ["none", "bool", "float", "one row"])
+def test_folded_heads_equal_plain_ones(form: str, queries: int, scale: float | None) -> None:
+    """Heads that share keys as queries of one head, against scores written out; strided inputs as the models give."""
+    B, H, G, K, W = 3, 6, 2, 11, 4
+    generator = torch.Generator().manual_seed(queries)
+    q, k, v = (
+        torch.randn(B, length, heads, W, generator=generator, dtype=torch.float64).transpose(1, 2)
+        for heads, length in ((H, queries), (G, K), (G, K))
+    )
+    allowed = torch.rand(1 if form == "one row" else B, 1, queries, K, generator=generator) < 0.7
+    allowed[..., 0] = True
+    mask = {"none": None, "float": masks.additive(allowed, torch.float64)}.get(form, allowed)
+    if mask is None:
+        allowed = torch.ones_like(allowed)
+    assert _folds(q, k, mask)
+    scores = q @ k.repeat_interleave(3, 1).transpose(-1, -2) * (W**-0.5 if scale is None else scale)
+    expected = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.repeat_interleave(3, 1)
+    torch.testing.assert_close(attend(q, k, v, mask, scale=scale), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(_folded(q, k, v, mask, scale), expected, rtol=0, atol=1e-12)
+
+
+def test_when_heads_are_folded() -> None:
+    """Few queries on a CPU; with a mask on CUDA, while the mask is smaller than the keys and values."""
+
+    def on(device: str, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = torch.empty(1, 4, queries, 8, device="meta"), torch.empty(1, 2, 50, 8, device="meta")
+        return SimpleNamespace(shape=q.shape, is_cuda=device == "cuda"), k
+
+    mask = torch.empty(1, 1, 1, 50, device="meta")
+    assert [n for n in range(1, 20) if _folds(*on("cpu", n), None)] == list(range(1, 9))
+    assert not _folds(*on("cuda", 1), None)
+    assert [n for n in range(1, 99) if _folds(*on("cuda", n), mask)] == list(range(1, 2 * 2 * 8))
 
 
 def test_no_mask_attends_everywhere() -> None:

@@ -1,12 +1,21 @@
 """Warped laws, inverse-CDF draws, streams and greedy verification, each against brute force."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw, verify_greedy
+from dspec.decoding import sampling
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
+from dspec.precision import widest
 
 CPU = torch.device("cpu")
 LAST = 1 - 2**-53  # the largest uniform that torch.rand gives in float64
@@ -99,3 +108,141 @@ def test_verify_greedy_against_brute_force() -> None:
     accepted, following = verify_greedy(drafts[:, :0], torch.zeros(len(rows), dtype=torch.long), logits[:, :1])
     assert accepted.tolist() == [0] * len(rows)
     assert torch.equal(following, best[:, 0])
+
+
+# ---- memory
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation made (views have none of their own)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.dtypes = 0, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in () if func.is_view else out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.bytes = max(self.bytes, t.numel() * t.element_size())
+                self.dtypes.add(t.dtype)
+        return out
+
+
+def _case(rows: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(rows, vocab, generator=generator)
+    return logits.to(dtype), torch.rand(rows, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
+def test_chunks_draw_what_the_whole_draws(
+    dtype: torch.dtype, temperature: float, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, any leading shape, and in a fraction of the memory."""
+    rows, vocab = 24, 500
+    logits, uniform = _case(rows, vocab, dtype)
+    recipe = Sampling(temperature=temperature, top_p=top_p)
+    results = []
+    for per_chunk in (rows, 5, 1):
+        monkeypatch.setattr(sampling, "_CHUNK_BYTES", per_chunk * vocab * 8 + 7)
+        law = recipe.probs(logits.view(4, 6, vocab))
+        with _Largest() as seen:
+            tokens = draw(law, uniform.view(4, 6))
+        results.append((law, tokens))
+        assert law.shape == (4, 6, vocab)
+        assert seen.bytes <= max(per_chunk * vocab * 8, law.numel() * law.element_size())
+        with _Largest() as seen:
+            recipe.probs(logits[:per_chunk])
+        whole = seen.bytes
+        with _Largest() as seen:
+            recipe.probs(logits)
+        assert seen.bytes <= max(whole, law.numel() * law.element_size())
+    for law, tokens in results[1:]:
+        assert torch.equal(law, results[0][0])
+        assert torch.equal(tokens, results[0][1])
+    wide = results[0][0].view(rows, vocab).double().cumsum(-1)
+    one = torch.searchsorted(wide, (uniform * wide[:, -1])[:, None], right=True)[:, 0]
+    assert torch.equal(results[0][1].flatten(), one)
+    assert draw(law[:0], uniform.view(4, 6)[:0]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_deterministic_drafts_need_no_law_of_their_own(dtype: torch.dtype, count: int) -> None:
+    """The result of a one-hot draft law, without making one."""
+    B, J, V = 300, 4, 6
+    logits, _ = _case(B * (J + 1), V, dtype)
+    law = Sampling(temperature=0.8, top_p=0.9).probs(logits).view(B, J + 1, V)
+    generator = torch.Generator().manual_seed(1)
+    draft = torch.randint(V, (B, J), generator=generator)
+    slots, last = (torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((B, J), (B,)))
+    counts = torch.full((B,), count)
+    onehot = torch.nn.functional.one_hot(draft, V).to(dtype)
+    expected = verify_sampled(draft, counts, onehot, law, slots, last)
+    with _Largest() as seen:
+        got = verify_sampled(draft, counts, None, law, slots, last)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert count == 0 or 0 < expected[0].float().mean() < count
+    assert seen.bytes < onehot.numel() * 8 // 2
+
+
+WARM = Sampling(temperature=0.9, top_p=0.9)
+
+
+@pytest.mark.parametrize("kind", ["jacobi", "greedy jacobi", "speculative", "lookup"])
+def test_decoders_give_the_same_in_small_chunks(
+    toys: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two laws at a time (of speculative decoding: one prompt's) instead of all at once, token for token."""
+    target = toys.target()
+    proposers = {
+        "speculative": lambda: DraftProposer(toys.draft(target, head="vanilla")),
+        "lookup": lambda: PromptLookupProposer(num_drafts=3, max_ngram=2, device=CPU),
+    }
+    plan = Plan(block_size=4, blocks=2, activation=0.5, pool_size=8, candidates=2)
+    sizes: list[int] = []
+    plain = Sampling.probs
+
+    def spy(self: Sampling, logits: torch.Tensor) -> torch.Tensor:
+        sizes.append(logits.shape[:-1].numel())
+        return plain(self, logits)
+
+    monkeypatch.setattr(Sampling, "probs", spy)
+    found, largest = [], []
+    for size in (2**26, 2 * 11 * 8):
+        monkeypatch.setattr(sampling, "_CHUNK_BYTES", size)
+        warm = toys.GREEDY if kind == "greedy jacobi" else WARM
+        if "jacobi" in kind:
+            decoder: Any = Jacobi(target=target, sampling=warm, plan=plan)
+        else:
+            decoder = Speculative(target=target, proposer=proposers[kind](), sampling=warm)
+        prompts = [[1, 2, 1, 2, 1], [3, 4, 5], [6, 6, 6, 6]]
+        result = decoder.decode(prompts, max_new_tokens=20, stop_ids=(), seeds=[0, 1, 2])
+        found.append([(g.tokens, g.rounds) for g in result])
+        largest.append(max(sizes, default=0))
+        sizes.clear()
+    assert found[0] == found[1]
+    if kind == "greedy jacobi":
+        return
+    assert largest[0] > 3 * 3
+    assert largest[1] <= (3 if kind == "jacobi" else 5)  # the prefill draws for three rows, a round's J + 1 = 5
+
+
+def test_a_device_without_float64_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Apple's GPUs; uniforms stay below 1, so that a token is always found."""
+    monkeypatch.setattr(sampling, "widest", lambda device: torch.float32)
+    logits, _ = _case(64, 500, torch.float32)
+    with _Largest() as seen:
+        uniform = Streams(range(64), CPU).take(4)
+        tokens = draw(Sampling(temperature=1.0, top_p=0.9).probs(logits), uniform[:, 0])
+        edge = draw(torch.ones(50, 3) * torch.rand(50, 1), torch.full((50,), 1 - 2**-24))
+    assert torch.float64 not in seen.dtypes
+    assert (tokens < 500).all()
+    assert (edge == 2).all()
+
+
+def test_widest() -> None:
+    assert widest(torch.device("mps")) == torch.float32
+    assert widest(CPU) == widest(torch.device("cuda")) == torch.float64

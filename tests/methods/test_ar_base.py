@@ -16,7 +16,7 @@ def _generator() -> torch.Generator:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_loss_and_gradient(toys: SimpleNamespace, family: str) -> None:
-    method = ARBase(target=toys.target(family), chunk_size=4)
+    method = ARBase(target=toys.target(family), chunk_mb=4e-4)
     model = method.target.model
     ids = torch.randint(11, (3, 9), generator=_generator())
     supervised = torch.rand(3, 9, generator=_generator()) < 0.6
@@ -33,7 +33,7 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str) -> None:
 
 
 def test_packed_equals_separate(toys: SimpleNamespace) -> None:
-    method = ARBase(target=toys.target(), chunk_size=100)
+    method = ARBase(target=toys.target(), chunk_mb=1)
     a, b = torch.randint(11, (1, 5), generator=_generator()), torch.randint(11, (1, 4), generator=_generator())
     alone = [method.loss(Batch(x, torch.ones_like(x, dtype=torch.bool)), generators=[]) for x in (a, b)]
     loss = torch.tensor([[True] * 5 + [False] + [True] * 3 + [False] * 2])  # a document's first token is not asked for
@@ -46,7 +46,7 @@ def test_packed_equals_separate(toys: SimpleNamespace) -> None:
 
 
 def test_nothing_to_learn_from(toys: SimpleNamespace) -> None:
-    method = ARBase(target=toys.target(), chunk_size=4)
+    method = ARBase(target=toys.target(), chunk_mb=4e-4)
     ids = torch.ones(2, 5, dtype=torch.long)
     result = method.loss(Batch(ids, torch.zeros(2, 5, dtype=torch.bool)), generators=[])
     result.loss_sum.backward()
@@ -55,5 +55,5 @@ def test_nothing_to_learn_from(toys: SimpleNamespace) -> None:
 
 
 def test_everything_is_trained(toys: SimpleNamespace) -> None:
-    method = ARBase(target=toys.target(), chunk_size=4)
+    method = ARBase(target=toys.target(), chunk_mb=4e-4)
     assert all(p.requires_grad for p in method.parameters())

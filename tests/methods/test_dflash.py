@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspec.attention import masks
 from dspec.errors import UserError
+from dspec.losses import Workspace
 from dspec.method import Batch, LossOutput
 from dspec.methods.dflash import DFlash, sample_anchors
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
 
-SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_size": 5}
+SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4}
 
 
 def _seeded(seed: int = 0) -> list[torch.Generator]:
@@ -154,6 +156,34 @@ def test_the_aim_is_the_targets_own_law(toys: SimpleNamespace, layout: str) -> N
         torch.testing.assert_close(output.hidden_BLD[b, blocks.at_BNJ[b, n, k]], own, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("layout", ["anchor_first", "fill_in"])
+def test_tiled_attention_equals_the_dense_one(
+    toys: SimpleNamespace, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradient of all parameters, rows with different and with invalid anchors, tiles of two blocks."""
+
+    def dense(anchor_BN: Tensor, *, context: int, block: int) -> Tensor:
+        (B, N), device = anchor_BN.shape, anchor_BN.device
+        predicate = masks.draft_blocks(anchor_BN, torch.full((B,), context), block=block)
+        return masks.dense(predicate, batch=B, queries=N * block, keys=context + N * block, device=device)
+
+    def tiled(anchor_BN: Tensor, *, context: int, block: int) -> masks.Mask:
+        return masks.tiles(anchor_BN, context=context, block=block, size=2)
+
+    results = []
+    batch = _batch()
+    anchors, valid = sample_anchors(batch.loss_BL, 8, generator=_seeded(3))
+    assert not valid.all()
+    for form in (dense, tiled):
+        monkeypatch.setattr(masks, "training_blocks", form)
+        method = _method(toys, layout=layout)
+        loss = _at(method, batch, anchors, valid).loss_sum
+        loss.backward()
+        results.append([loss.detach()] + [p.grad for p in method.draft.trainable().values()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
 # ---- the loss
 
 
@@ -239,8 +269,8 @@ def test_what_each_setting_does(toys: SimpleNamespace) -> None:
         {"head": "rnn"},
     ):
         assert abs(_value(toys, **change)[0] - total) > 1e-3, change
-    for chunk in (1, 2, 1000):
-        assert _value(toys, chunk_size=chunk) == pytest.approx((total, weight), abs=1e-9)
+    for chunk in (1e-9, 2e-4, 1.0):
+        assert _value(toys, chunk_mb=chunk) == pytest.approx((total, weight), abs=1e-9)
     assert _value(toys, DFlash, tv_weight=0.0) != _value(toys, DFlash)
     # the loss is linear in each weight
     for name in ("ce_weight", "tv_weight", "confidence_weight"):
@@ -249,10 +279,10 @@ def test_what_each_setting_does(toys: SimpleNamespace) -> None:
         assert one > zero
 
 
-def test_chunk_size_leaves_the_gradient(toys: SimpleNamespace) -> None:
+def test_chunks_leave_the_gradient(toys: SimpleNamespace) -> None:
     gradients = []
-    for chunk in (1, 7, 1000):
-        method = _method(toys, cls=DSpark, head="rnn", confidence=True, chunk_size=chunk)
+    for chunk in (1e-9, 7e-4, 1.0):
+        method = _method(toys, cls=DSpark, head="rnn", confidence=True, chunk_mb=chunk)
         method.loss(_batch(), generators=_seeded()).loss_sum.backward()
         gradients.append([p.grad for p in method.draft.trainable().values()])
     for other in gradients[1:]:
@@ -279,6 +309,76 @@ def test_metrics_are_sums_and_counts(toys: SimpleNamespace) -> None:
     whole = method.ce_weight * ce + method.tv_weight * 2 * tv + method.confidence_weight * confidence
     torch.testing.assert_close(whole.detach(), result.loss_sum.detach(), rtol=1e-6, atol=1e-6)
     assert not any(t.requires_grad for pair in result.metrics.values() for t in pair)
+
+
+def _head_calls(method: DFlash, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Which heads the loss multiplied with."""
+    heads, seen, plain = (
+        {id(method.draft.lm_head.weight): "draft", id(_own_head(method)): "target"},
+        [],
+        Workspace.logits,
+    )
+
+    def spy(self: Workspace, x: Tensor, w: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        seen.append(heads.get(id(w), "other"))
+        return plain(self, x, w, out, add=add)
+
+    monkeypatch.setattr(Workspace, "logits", spy)
+    method.loss(batch, generators=_seeded())
+    return set(seen)
+
+
+def _own_head(method: DFlash) -> Tensor:
+    """Gives the target a head of its own, so that the two can be told apart."""
+    weight = torch.nn.Parameter(method.target.lm_head.weight.detach().clone(), requires_grad=False)
+    method.target.lm_head.weight = weight
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("cls", "weights", "reads"),
+    [
+        (DFlash, {"tv_weight": 0.0}, False),
+        (DFlash, {"tv_weight": 0.1}, True),
+        (DSpark, {"tv_weight": 0.0, "confidence_weight": 0.0, "confidence": False}, False),
+        (DSpark, {"tv_weight": 0.0, "confidence_weight": 0.1, "confidence": True}, True),
+    ],
+)
+def test_a_step_reads_the_targets_law_only_if_the_loss_weighs_it(
+    toys: SimpleNamespace, cls: type, weights: dict[str, Any], reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation shows the acceptance all the same; value and gradient are those of the whole loss."""
+    kind = {"head": "vanilla"} if cls is DSpark else {}
+
+    def made() -> DFlash:
+        method = _method(toys, cls=cls, **kind, **weights)
+        method.draft.lm_head = torch.nn.Linear(1, 1).requires_grad_(False)  # a head of the draft's own
+        method.draft.lm_head.weight = torch.nn.Parameter(method.target.lm_head.weight.detach().clone() * 0.9, False)
+        return method
+
+    method = made()
+    assert ("target" in _head_calls(method, _batch(), monkeypatch)) == reads
+    with torch.no_grad():
+        assert "target" in _head_calls(method, _batch(), monkeypatch)
+        whole = method.loss(_batch(), generators=_seeded())
+    step = method.loss(_batch(), generators=_seeded())
+    assert {"ce", "accept", "match", "tv"} <= set(whole.metrics)
+    assert set(step.metrics) == (set(whole.metrics) if reads else {"ce", "accuracy"})
+    torch.testing.assert_close(step.loss_sum.detach(), whole.loss_sum, rtol=1e-7, atol=0)  # weights are float32
+    for a, b in zip(step.metrics["ce"], whole.metrics["ce"], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    other = made()
+    monkeypatch.setattr(type(other), "_reads_law", lambda self: True)
+    step.loss_sum.backward()
+    other.loss(_batch(), generators=_seeded()).loss_sum.backward()
+    for (name, a), b in zip(method.draft.trainable().items(), other.draft.trainable().values(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_refused_settings(toys: SimpleNamespace) -> None:
+    for name, bad in (("num_anchors", 0), ("loss_decay", 0.0), ("loss_decay", -1.0), ("chunk_mb", 0.0)):
+        with pytest.raises(UserError, match=rf"method\.{name}={bad} "):
+            _method(toys, **{name: bad})
 
 
 @pytest.mark.parametrize("cls", [DFlash, DSpark])

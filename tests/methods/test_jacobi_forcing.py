@@ -47,7 +47,7 @@ def method(of: Any, **changes: Any) -> JacobiForcing:
     settings: dict[str, Any] = {
         "schedule": noise.Random(window=3), "distance": noise.divergent_suffix, "window": None, "teacher": SamePass(),
         "tuning": Full(share=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
-        "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_size": 7,
+        "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
     }  # fmt: skip
     return JacobiForcing(target=of, **(settings | changes))
 
@@ -281,7 +281,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
 def test_every_option_changes_the_loss(toys: SimpleNamespace, changes: dict[str, Any]) -> None:
     batch = packed_batch(pack(samples(6, 12), row_length=90))
     target = toys.target(seed=6)
-    losses = [method(target, **c).loss(batch, generators=generators()) for c in ({}, {}, changes, {"chunk_size": 100})]
+    losses = [method(target, **c).loss(batch, generators=generators()) for c in ({}, {}, changes, {"chunk_mb": 1})]
     values = [float((x.loss_sum / x.weight).detach()) for x in losses]
     assert values[0] == values[1] != values[2]
     assert values[3] == pytest.approx(values[0], abs=1e-10)

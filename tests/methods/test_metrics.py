@@ -14,7 +14,7 @@ from dspec.noise import AnyState, divergent_suffix
 from dspec.packing import Sample, packed_batch
 from dspec.teachers import SamePass
 
-SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_size": 5}
+SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4}
 
 
 def test_match_counts_greedy_agreement_slot_by_slot(toys: SimpleNamespace) -> None:
@@ -47,7 +47,7 @@ def test_the_drafter_knows_how_many_anchors_trained_it(toys: SimpleNamespace) ->
 
 def test_documents_do_not_see_each_other_whatever_their_positions(toys: SimpleNamespace) -> None:
     """transformers splits rows where positions start anew; the mask must not lean on that."""
-    method = ARBase(target=toys.target(), chunk_size=4)
+    method = ARBase(target=toys.target(), chunk_mb=1e-4)
     ids = torch.randint(10, (1, 12), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[0, :6] = (other[0, :6] + 1) % 10
@@ -63,7 +63,7 @@ def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
     return JacobiForcing(
         target=toys.target(), schedule=AnyState(), distance=divergent_suffix, window=None, teacher=SamePass(),
         tuning=Full(share=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0, ar_on_prompt=False,
-        temperature=1.0, decay=None, chunk_size=7,
+        temperature=1.0, decay=None, chunk_mb=7e-4,
     )  # fmt: skip
 
 

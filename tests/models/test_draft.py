@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from dspec.attention import masks
 from dspec.errors import UserError
+from dspec.models import draft as draft_module
 from dspec.models.draft import Draft, DraftConfig, RMSNorm, build_draft, default_target_layers
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -140,6 +142,41 @@ def test_without_heads(toys: SimpleNamespace) -> None:
     assert draft.confidence(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, 16)) is None
 
 
+def test_one_rotary_table_for_block_and_context(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast, where the two differ in type: built once, in float32, whatever is decoded in between."""
+    draft, tokens, anchors, features = _case(toys)
+    draft, features = draft.float(), features.float()
+    draft.embed_tokens.weight.data = draft.embed_tokens.weight.data.bfloat16()
+    made, seen = [], []
+    plain, rotate = draft.rotary_emb.forward, draft_module._rotate
+    monkeypatch.setattr(draft.rotary_emb, "forward", lambda *args: made.append(1) or plain(*args))
+
+    def spy(x: Tensor, rotation: Any) -> Tensor:
+        seen.append((x.dtype, rotation[0].dtype, rotate(x, rotation).dtype))
+        return rotate(x, rotation)
+
+    monkeypatch.setattr(draft_module, "_rotate", spy)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _train_form(draft, tokens, anchors, features)
+        with torch.inference_mode():
+            draft.extend(features, start_B=[0] * 3, cache=draft.new_cache())
+    assert len(made) == 1
+    assert {table for _, table, _ in seen} == {torch.float32}
+    assert all(before == after for before, _, after in seen)
+
+
+def test_rotation_is_rounded_once() -> None:
+    """bf16 queries far out are rotated by exact angles: rounded tables would be wrong in each product."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 5, 8, generator=generator).bfloat16()
+    angle = torch.rand(1, 1, 5, 4, generator=generator).double().repeat(1, 1, 1, 2) * 6
+    exact = x.double() * angle.cos() + rotate_half(x.double()) * angle.sin()
+    got = draft_module._rotate(x, (angle.cos().float(), angle.sin().float()))
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, exact.float().bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rms_norm(dtype: torch.dtype) -> None:
     norm, x = RMSNorm(8, eps=1e-5).to(dtype), torch.randn(4, 8).to(dtype)
@@ -200,6 +237,7 @@ SOUND = {
         ({"markov_head_type": None}, "set markov_head_type"),
         ({"markov_rank": 0}, "markov_rank >= 1"),
         ({"block_size": 0}, "no draft slot"),
+        ({"block_size": 99_999}, "exceeds the model's .* positions"),
         ({"target_layer_ids": ()}, "set draft.target_layer_ids"),
     ],
 )

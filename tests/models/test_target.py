@@ -5,6 +5,7 @@ import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import (
 import dspec
 from dspec.errors import UserError
 from dspec.models import target as target_module
-from dspec.models.target import _NORMS, Target, check_bfloat16, load_target
+from dspec.models.target import _NORMS, Target, check_bfloat16, lm_logits, load_target
 from dspec.provenance import fingerprint
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -117,6 +118,59 @@ def test_padding_and_packing_change_nothing(toys: SimpleNamespace) -> None:
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
     packed = target(torch.tensor([a + b]), positions_BL=positions, mask=mask).hidden_BLD[0]
     torch.testing.assert_close(packed, torch.cat(alone), **EXACT)
+
+
+@torch.no_grad()
+def test_a_pass_from_position_0_has_no_mask(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any lengths, fresh cache or written anew: the causal kernel; and it gives what rows alone give."""
+    seen: list[tuple[bool, bool]] = []
+    plain = target_module.attend
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        seen.append((mask is None, options["is_causal"]))
+        return plain(q, k, v, mask, **options)
+
+    monkeypatch.setattr(target_module, "attend", spy)
+    target = toys.target()
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 0, 0], [5, 0, 0, 0, 0, 0]]
+    lengths, cache = [6, 3, 1], target.new_cache()
+    target(torch.tensor([[9] * 9] * 3), cache=cache)  # what was held before is overwritten
+    for prompts, held in ((rows[:1], target.new_cache()), (rows, target.new_cache()), (rows, cache)):
+        seen.clear()
+        whole = target(torch.tensor(prompts), cache=held).hidden_BLD
+        assert seen == [(True, True)] * 3
+        for i, n in enumerate(lengths[: len(prompts)]):
+            alone = target(torch.tensor([rows[i][:n]])).hidden_BLD[0]
+            torch.testing.assert_close(whole[i, :n], alone, **EXACT)
+    seen.clear()
+    after = target(torch.tensor([[7], [6], [5]]), start_B=lengths, cache=cache).hidden_BLD
+    assert seen == [(False, False)] * 3  # rows at different lengths need one
+    for i, n in enumerate(lengths):
+        alone = target(torch.tensor([[*rows[i][:n], 7 - i]])).hidden_BLD[0, -1]
+        torch.testing.assert_close(after[i, 0], alone, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (3,), (1, 7), (3, 5), (2, 4), (0,), (3, 1, 1)])
+def test_large_heads_get_another_row_where_that_is_faster(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3, 7, 15 rows in float32; the logits are the same."""
+    generator = torch.Generator().manual_seed(0)
+    head, rows = torch.nn.Linear(6, 9, bias=False).to(dtype), []
+    hidden = torch.randn(*shape, 6, generator=generator).to(dtype)
+    plain = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: rows.append(x.shape[:-1].numel()) or plain(x))
+    expected = hidden.double() @ head.weight.double().T
+    for large in (10**9, 0):
+        monkeypatch.setattr(target_module, "_LARGE_HEAD", large)
+        got = lm_logits(head, hidden)
+        assert got.shape == (*shape, 9)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-2, atol={torch.bfloat16: 1e-2}.get(dtype, 1e-6))
+    count = hidden.shape[:-1].numel()
+    padded = dtype == torch.float32 and count % 4 == 3
+    assert rows == [count, count + padded]
 
 
 def test_target_is_frozen_and_describes_itself(toys: SimpleNamespace) -> None:
