@@ -172,7 +172,7 @@ def test_tiled_attention_equals_the_dense_one(
 
     results = []
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 8, generator=_seeded(3))
+    anchors, valid = sample_anchors(batch.loss_BL, 8, generators=_seeded(3))
     assert not valid.all()
     for form in (dense, tiled):
         monkeypatch.setattr(masks, "training_blocks", form)
