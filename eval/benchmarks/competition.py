@@ -4,8 +4,9 @@ Prompt: with no shots the user turn is the problem and a request for `\\boxed`. 
 layout is that of lm-eval's minerva_math ("Problem:", "Solution:"), its worked examples from the MATH train set: those
 with the smallest digest of their text, so that file and Hub give the same ones, without drawings, and never the
 problem that train and test share. Verdicts: "equivalent" asks math-verify about the last `\\boxed` of the answer,
-"exact match" compares the two as text without white space. MATH-500 is a part of the MATH test set: Math can leave
-it out, so that running both counts no problem twice.
+"exact match" compares the two as text without white space, "undecided" says that math-verify came to no end: not
+equivalent then. MATH-500 is a part of the MATH test set: Math can leave it out, so that running both counts no problem
+twice.
 """
 
 import hashlib
@@ -87,7 +88,8 @@ class _Competition(FileBenchmark):
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         gold, boxed = self._gold[item.id], last_boxed(answer)
         exact = boxed is not None and "".join(gold.split()) == "".join(boxed.split())
-        return {"equivalent": exact or (boxed is not None and self._same(gold, boxed)), "exact match": exact}
+        same = boxed is not None and self._same(gold, boxed)
+        return {"equivalent": same is True, "exact match": exact, "undecided": same is None}
 
 
 def _reference(row: Row) -> str:
