@@ -94,7 +94,7 @@ class Sandbox:
     @property
     def level(self) -> str:
         """What contains the code here, such as "namespaces+landlock+seccomp"; goes into the results."""
-        return "+".join(self._layers) or "none (allow_unsafe_code)"
+        return "+".join(self._layers) or "limits alone (allow_unsafe_code)"
 
     @property
     def wall_seconds(self) -> float:

@@ -10,11 +10,12 @@ twice.
 """
 
 import hashlib
-from typing import Any
+import importlib.metadata
+from typing import Any, Unpack
 
 from data.rows import Row, Rows, math500_rows, math_rows, math_training_rows, same_problem
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item, check_switch, check_whole
 from eval.benchmarks.equivalence import Equivalence
 
 _REQUEST = "Work it out step by step and give the final answer as \\boxed{...}."
@@ -62,30 +63,25 @@ class _Competition(FileBenchmark):
     quality = "equivalent"
 
     def __init__(
-        self,
-        data: Rows,
-        *,
-        name: str,
-        shots: int,
-        chat: bool,
-        timeout_s: float,
-        limit: int | None,
-        seed: int | None,
-        max_new_tokens: int,
+        self, data: Rows, *, name: str, shots: int, chat: bool, timeout_s: float, **extent: Unpack[Extent]
     ) -> None:
-        self.chat, self.max_new_tokens = chat, max_new_tokens
+        check_whole(0, shots=shots)
+        self.chat = chat
         self._framed = shots > 0 or not chat
         self.stop: tuple[str, ...] = ("Problem:",) if self._framed else ()
         self._worked = _worked(shots) if shots else ""
         self._same = Equivalence(timeout_s=timeout_s)
         how = f"{shots} worked examples of the train set, lm-eval's layout" if self._framed else f"problem; {_REQUEST}"
-        super().__init__(data, key=lambda _, r: f"{name}/{digest(r['problem'])}", limit=limit, seed=seed, describes=how)
+        super().__init__(data, key=lambda _, r: f"{name}/{digest(r['problem'])}", describes=how, **extent)
         self._gold = {id_: _reference(row) for id_, row in self._rows.items()}
+
+    def source(self) -> dict[str, Any]:
+        return {**super().source(), "math_verify": importlib.metadata.version("math-verify")}
 
     def prompt(self, row: Row) -> str:
         return self._worked + _framed(row) if self._framed else f"{row['problem']}\n\n{_REQUEST}"
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         gold, boxed = self._gold[item.id], last_boxed(answer)
         exact = boxed is not None and "".join(gold.split()) == "".join(boxed.split())
         same = boxed is not None and self._same(gold, boxed)
@@ -104,6 +100,7 @@ class Math(_Competition):
     """The 5,000 test problems, or the 4,500 that are not in MATH-500."""
 
     def __init__(self, *, without_math500: bool, **settings: Any) -> None:
+        check_switch(without_math500=without_math500)
         data = _without(math_rows("test"), math500_rows()) if without_math500 else math_rows("test")
         super().__init__(data, name="math/test", **settings)
 

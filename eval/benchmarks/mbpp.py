@@ -5,17 +5,18 @@ Prompt, stop string and layout are read at run time from the task "mbpp" of the 
 block if it has one. It is judged by the problem's set-up code followed by its three tests.
 """
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import yaml
 from jinja2 import Template
 
 from data.rows import Hub, Row, Rows, load_rows
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
 from eval.benchmarks.code import code_block, cut
 from eval.judge import Judge, function_under_test
 
@@ -45,11 +46,12 @@ class Mbpp(FileBenchmark):
     quality = "pass@1"
     chat = False
 
-    def __init__(self, *, judge: Judge, shots: int, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        if not 0 <= shots <= len(_WORKED):
+    def __init__(self, *, judge: Judge, shots: int, **extent: Unpack[Extent]) -> None:
+        check_whole(0, shots=shots)
+        if shots > len(_WORKED):
             raise UserError(f"shots={shots}: MBPP has {len(_WORKED)} worked examples; give 0 to {len(_WORKED)}")
         task = lm_eval_task("mbpp")
-        self.max_new_tokens, self._judge = max_new_tokens, judge
+        self._judge = judge
         self.stop = tuple(task["generation_kwargs"]["until"])
         self._text = Template(task["doc_to_text"], keep_trailing_newline=True)
         data = _all_splits()
@@ -62,7 +64,7 @@ class Mbpp(FileBenchmark):
         tested = Rows([row for row in data.rows if row["task_id"] in _TEST], data.origin, data.sha256)
         describes = f"raw text, lm-eval's layout, {shots} worked examples"
         key = "mbpp/{:03d}".format
-        super().__init__(tested, key=lambda _, r: key(r["task_id"]), limit=limit, seed=seed, describes=describes)
+        super().__init__(tested, key=lambda _, r: key(r["task_id"]), describes=describes, **extent)
 
     def prompt(self, row: Row) -> str:
         return self._worked + str(self._text.render(row))
@@ -72,7 +74,7 @@ class Mbpp(FileBenchmark):
         block = code_block(text)
         return text if block is None else block
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
         program = f"{self.program(answer)}\n{row['test_setup_code']}\n"  # defines what code and tests share
         test = "\n".join(row["test_list"])
@@ -80,7 +82,8 @@ class Mbpp(FileBenchmark):
         return {self.quality: self._judge.passes(program=program, test=test, entry_point=name).passed}
 
     def source(self) -> dict[str, Any]:
-        return {**super().source(), "sandbox": self._judge.level}
+        own = {"lm_eval": importlib.metadata.version("lm-eval"), "sandbox": self._judge.level}
+        return {**super().source(), **own}
 
 
 def _all_splits() -> Rows:

@@ -15,11 +15,11 @@ import importlib.metadata
 import importlib.util
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from data.rows import Row, Rows, data_file, load_rows
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import cut, request
 from eval.benchmarks.worker import Reply, Worker
 from eval.judge import Judge
@@ -71,18 +71,9 @@ class _Plus(FileBenchmark):
     dataset: str
     file: str
 
-    def __init__(
-        self,
-        *,
-        judge: Judge,
-        chat: bool,
-        timeout_s: float,
-        limit: int | None,
-        seed: int | None,
-        max_new_tokens: int,
-    ) -> None:
+    def __init__(self, *, judge: Judge, chat: bool, timeout_s: float, **extent: Unpack[Extent]) -> None:
         """`timeout_s` is for evalplus's sanitize on one answer."""
-        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+        self.chat, self._judge = chat, judge
         self._references: dict[tuple[str, str], list[Any]] = {}
         utility = _module("provider.utility")
         stop = (*utility.EOS, *utility.extra_eos_for_direct_completion(self.dataset))
@@ -91,7 +82,7 @@ class _Plus(FileBenchmark):
         self._sanitizer = Worker(_SANITIZER, timeout_s=timeout_s, refusal=refusal)
         how = f"chat; {_ASK}" if chat else "raw completion of the problem's text, as evalplus for base models"
         data = problems(self.dataset, self.file)
-        super().__init__(data, key=lambda _, r: str(r["task_id"]), limit=limit, seed=seed, describes=how)
+        super().__init__(data, key=lambda _, r: str(r["task_id"]), describes=how, **extent)
 
     def source(self) -> dict[str, Any]:
         version = importlib.metadata.version("evalplus")
@@ -107,7 +98,7 @@ class _Plus(FileBenchmark):
         text = answer if self.chat else item.prompt + cut(answer, self.stop)
         return self._sanitizer.ask(text, self._rows[item.id]["entry_point"])
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         how, program = self.program(item, answer)
         base = how == "answered" and self._passes(item, program, "base_input")
         plus = base and item.id not in _TOO_BIG and self._passes(item, program, "plus_input")

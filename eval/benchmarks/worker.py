@@ -1,7 +1,6 @@
 """A function that may hang, die or eat all memory, in a process of its own: one JSON line in, one out.
 
-Both ends are here: the host's `Worker` starts a script such as math_worker.py, which calls `serve`. That end imports the
-standard library alone.
+Both ends are here: the host's `Worker` starts a script such as math_worker.py, which calls `serve`.
 """
 
 import contextlib
@@ -37,8 +36,8 @@ class Worker:
 
     def __init__(self, script: Path, *, timeout_s: float, refusal: str) -> None:
         """`timeout_s` is for one question, the start apart; `refusal` is what the user reads if the script fails."""
-        if not timeout_s > 0:
-            raise UserError(f"timeout_s={timeout_s} must be more than 0 seconds")
+        if not (isinstance(timeout_s, int | float) and timeout_s > 0):
+            raise UserError(f"timeout_s={timeout_s} must be a number of seconds above 0")
         self._script, self._timeout_s, self._refusal = script, timeout_s, refusal
         self._process: _Process | None = None
         self._lock = threading.Lock()

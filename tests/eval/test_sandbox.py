@@ -277,7 +277,7 @@ def test_where_nothing_contains_it_refuses(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UserError, match="allow_unsafe_code=true"):
         make()
     unsafe = make(allow_unsafe_code=True)
-    assert unsafe.level == "none (allow_unsafe_code)"
+    assert unsafe.level == "limits alone (allow_unsafe_code)"
     assert unsafe.run("print(1)").stdout == b"1\n"
     assert not unsafe.run("import os; os.kill(os.getppid(), 9)").ok
 
