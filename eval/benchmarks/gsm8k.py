@@ -11,6 +11,7 @@ import re
 from typing import Unpack
 
 from data.rows import Row, gsm8k_rows
+from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
@@ -44,6 +45,8 @@ class Gsm8k(FileBenchmark):
         self._framed = shots > 0 or not chat
         self.stop: tuple[str, ...] = ("Question:",) if self._framed else ()
         worked = gsm8k_rows("train").rows[:shots] if shots else []
+        if len(worked) < shots:
+            raise UserError(f"shots={shots}: the train split has {len(worked)} rows")
         self._worked = "".join(f"{_framed(row)} {row['answer']}\n\n" for row in worked)
         how = f"{shots} worked examples of the train split, lm-eval's layout" if self._framed else "the question alone"
         key = "gsm8k/test/{:05d}".format
