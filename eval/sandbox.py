@@ -83,8 +83,11 @@ class Sandbox:
         }
         lowest = {**dict.fromkeys(self._limits, 1), "wall_seconds": 0.1, "memory_mb": 64}
         for name, value in self._limits.items():
-            if value < lowest[name]:
-                raise UserError(f"sandbox: {name} is {value}, must be at least {lowest[name]}")
+            number = isinstance(value, int) or (name == "wall_seconds" and isinstance(value, float))
+            if not number or value < lowest[name]:
+                raise UserError(f"sandbox: {name} is {value}, must be a number, at least {lowest[name]}")
+        if not isinstance(allow_unsafe_code, bool):
+            raise UserError(f"allow_unsafe_code={allow_unsafe_code} must be true or false")
         if os.name != "posix":
             raise UserError("model-written code runs under POSIX limits only: use Linux, macOS or WSL")
         self._layers = available_layers()

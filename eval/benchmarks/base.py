@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, TypeVar, Unpack
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from data.rows import Row, Rows
 from dspec.errors import UserError
@@ -83,7 +83,7 @@ class Scored:
 
 
 class Extent(TypedDict):
-    """How much of a data file is asked, and how long an answer may be."""
+    """How much of a data file is asked, and how long an answer may be: what all its benchmarks take."""
 
     limit: int | None
     seed: int | None
@@ -95,15 +95,24 @@ class FileBenchmark(Scored):
 
     chat: bool
 
-    def __init__(self, data: Rows, *, key: Callable[[int, Row], str], describes: str, **extent: Unpack[Extent]) -> None:
+    def __init__(
+        self,
+        data: Rows,
+        *,
+        key: Callable[[int, Row], str],
+        describes: str,
+        limit: int | None,
+        seed: int | None,
+        max_new_tokens: int,
+    ) -> None:
         """`key` gives the id of a row from its place in the file; `describes` says in words how it is prompted."""
-        super().__init__(max_new_tokens=extent["max_new_tokens"])
+        super().__init__(max_new_tokens=max_new_tokens)
         check_switch(chat=self.chat)
         self._data, self._describes = data, describes
         self._all = {key(i, row): row for i, row in enumerate(data.rows)}
         if len(self._all) < len(data.rows):
             raise UserError(f"{data.origin} has rows with the same id; each needs its own")
-        self._rows = dict(subset(list(self._all.items()), limit=extent["limit"], seed=extent["seed"]))
+        self._rows = dict(subset(list(self._all.items()), limit=limit, seed=seed))
 
     def prompt(self, row: Row) -> str:
         raise TypeError(f"{type(self).__name__} has no prompt")

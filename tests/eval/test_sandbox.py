@@ -288,9 +288,13 @@ def test_other_systems_have_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("wall_seconds", 0), ("memory_mb", 8), ("processes", 0), ("output_bytes", -1)]
-)
-def test_limits_out_of_range_are_refused(name: str, value: int) -> None:
+    ("name", "value"),
+    [
+        ("wall_seconds", 0), ("memory_mb", 8), ("processes", 0), ("output_bytes", -1),
+        ("wall_seconds", "abc"), ("cpu_seconds", None), ("cpu_seconds", 1.5), ("allow_unsafe_code", "maybe"),
+    ],
+)  # fmt: skip
+def test_limits_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(UserError, match=name):
         make(**{name: value})
 

@@ -99,6 +99,8 @@ def test_subsets(folder: Path) -> None:
 def test_bad_settings_are_named(folder: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         gsm8k(**change)
+    with pytest.raises(TypeError, match="foo"):
+        Gsm8k(shots=0, chat=True, limit=None, seed=None, max_new_tokens=8, foo=1)  # type: ignore[call-arg]
 
 
 def test_source_changes_with_all_that_is_read(folder: Path) -> None:
