@@ -21,11 +21,15 @@ NEEDS = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_shipped_benchmark_builds(path: Path, shared: Path, judge: Any) -> None:
+def test_shipped_benchmark_builds(
+    path: Path, shared: Path, judge: Any, tmp_path: Path, write: Callable[..., None]
+) -> None:
+    write(tmp_path / "my.jsonl", *({"prompt": f"q{i}", "answer": i} for i in range(21)))
+    own = [f"benchmark.jsonl.path={tmp_path}/my.jsonl"] if path.stem == "jsonl" else []
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
     assert path.read_text().startswith("# ")
-    for name, node in composed("eval", [f"benchmark={path.stem}"]).benchmark.items():
+    for name, node in composed("eval", [f"benchmark={path.stem}", *own]).benchmark.items():
         benchmark: Benchmark = instantiate(node, **({"judge": judge} if "judge" in node else {}))
         items, source = benchmark.items(), benchmark.source()
         assert len({item.id for item in items}) == len(items) == source["rows"] > 20
