@@ -25,6 +25,8 @@ class Jsonl(FileBenchmark):
             raise UserError("benchmark=jsonl reads your own prompts: add benchmark.jsonl.path=<file>")
         if quality not in _QUALITIES:
             raise UserError(f"quality={quality} must be one of: {', '.join(_QUALITIES)}")
+        if isinstance(stop, str):
+            raise UserError(f"stop={stop} must be a list: benchmark.jsonl.stop=['{stop}']")
         data = _read(Path(path).expanduser())
         self.quality = quality if "answer" in data.rows[0] else ""
         self.chat, self.stop = chat, tuple(stop)
@@ -43,7 +45,7 @@ class Jsonl(FileBenchmark):
 
 
 def _read(path: Path) -> Rows:
-    rows = []
+    rows: list[Row] = []
     for number, row in read_jsonl(path):
         if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
             raise UserError(f'{path}, line {number}: "prompt" must be a text that is not empty')

@@ -87,6 +87,8 @@ def test_bad_settings_are_named(tmp_path: Path, write: Write) -> None:
     write(tmp_path / "my.jsonl", {"prompt": "q", "answer": "a"})
     with pytest.raises(UserError, match="quality=nice must be one of: exact match, last number"):
         jsonl(tmp_path / "my.jsonl", quality="nice")
+    with pytest.raises(UserError, match="stop=END must be a list"):
+        jsonl(tmp_path / "my.jsonl", stop="END")
 
 
 def test_a_run_on_ones_own_prompts(tmp_path: Path, write: Write, eval_run: Any, scripted: Any) -> None:
