@@ -36,6 +36,7 @@ def register() -> None:
         group = "/".join(("recipe", *path.relative_to(recipes).parts[:-1]))
         store.store(group=group, name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("limit_or", _limit_or, replace=True)
 
 
 def _run_dir(resume: str | None, recipe: str | None) -> str:
@@ -66,6 +67,12 @@ def _agreed(own: str) -> str:
     if os.environ["RANK"] == "0":
         store.set(key, own)
     return str(store.get(key).decode())
+
+
+def _limit_or(own: int | None, *, _root_: DictConfig) -> Any:
+    """How many prompts a benchmark asks: what the run says for all of them, else the benchmark's own number."""
+    said = (OmegaConf.select(_root_, key) for key in ("limit", "evaluation.limit"))
+    return next((limit for limit in said if limit is not None), own)
 
 
 def _keys(base: str) -> set[str]:

@@ -83,8 +83,11 @@ class Sandbox:
         }
         lowest = {**dict.fromkeys(self._limits, 1), "wall_seconds": 0.1, "memory_mb": 64}
         for name, value in self._limits.items():
-            if value < lowest[name]:
-                raise UserError(f"sandbox: {name} is {value}, must be at least {lowest[name]}")
+            number = isinstance(value, int) or (name == "wall_seconds" and isinstance(value, float))
+            if not number or value < lowest[name]:
+                raise UserError(f"sandbox: {name} is {value}, must be a number, at least {lowest[name]}")
+        if not isinstance(allow_unsafe_code, bool):
+            raise UserError(f"allow_unsafe_code={allow_unsafe_code} must be true or false")
         if os.name != "posix":
             raise UserError("model-written code runs under POSIX limits only: use Linux, macOS or WSL")
         self._layers = available_layers()
@@ -94,7 +97,7 @@ class Sandbox:
     @property
     def level(self) -> str:
         """What contains the code here, such as "namespaces+landlock+seccomp"; goes into the results."""
-        return "+".join(self._layers) or "none (allow_unsafe_code)"
+        return "+".join(self._layers) or "limits alone (allow_unsafe_code)"
 
     @property
     def wall_seconds(self) -> float:

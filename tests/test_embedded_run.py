@@ -17,6 +17,7 @@ import yaml
 from data.chat import PromptPolicy, prompt_ids
 from data.embedded.corpus import corpus
 from data.prompts import EmbeddedPrompts
+from dspec.config import composed, instantiate
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Decoder, Generation
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
@@ -25,7 +26,6 @@ from dspec.decoding.speculative import Speculative
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.target import Target, embedded_target
 from eval.benchmarks.base import Benchmark
-from eval.benchmarks.embedded import Functions, Problems
 from eval.rows import acceptance, counts
 
 GREEDY, SAMPLED = Sampling(temperature=0.0, top_p=1.0), Sampling(temperature=1.0, top_p=1.0)
@@ -34,11 +34,11 @@ SHIPPED = Path(__file__).parents[1] / "dspec" / "assets" / "tiny_dspark"
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    return {
-        "problems": Problems(count=100, unseen=False, max_new_tokens=256, seed=0),
-        "problems_unseen": Problems(count=60, unseen=True, max_new_tokens=256, seed=0),
-        "functions": Functions(count=80, max_new_tokens=192, timeout_s=5.0, seed=0),
-    }
+    """Those of conf/benchmark/tiny.yaml, with more prompts."""
+    counts = {"problems": 100, "problems_unseen": 60, "functions": 80}
+    cfg = composed("eval", ["benchmark=tiny", *(f"benchmark.{name}.count={n}" for name, n in counts.items())])
+    made: dict[str, Benchmark] = instantiate(cfg.benchmark)
+    return made
 
 
 def decode(target: Target, decoder: Decoder, benchmark: Benchmark) -> list[Generation]:

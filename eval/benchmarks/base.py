@@ -1,9 +1,11 @@
 """The benchmark protocol, and what the benchmarks that read one data file share. Knows no model and no tokenizer."""
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 from data.rows import Row, Rows
 from dspec.errors import UserError
@@ -36,27 +38,81 @@ class Benchmark(Protocol):
         ...
 
 
+def check_whole(least: int, /, **settings: Any) -> None:
+    """Raises UserError for a setting that is no whole number, or less than `least`."""
+    for name, value in settings.items():
+        if type(value) is not int or value < least:
+            raise UserError(f"{name}={value} must be a whole number, at least {least}")
+
+
+def check_switch(**settings: Any) -> None:
+    """Raises UserError for a setting that is neither true nor false: any text would pass for true."""
+    for name, value in settings.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name}={value} must be true or false")
+
+
 def subset(rows: Sequence[T], *, limit: int | None, seed: int | None) -> list[T]:
     """The first `limit` rows, or with a seed that many drawn at random and kept in their order; None takes all."""
-    if limit is not None and limit < 1:
-        raise UserError(f"limit={limit}: a benchmark needs at least one prompt; give limit >= 1 or null for all")
-    if limit is None or limit >= len(rows):
+    if seed is not None:
+        check_whole(0, seed=seed)
+    if limit is None:
         return list(rows)
-    if seed is None:
+    check_whole(1, limit=limit)
+    if limit >= len(rows) or seed is None:
         return list(rows[:limit])
     return [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), limit))]
 
 
-class FileBenchmark:
+class Scored:
+    """The same answer to the same item is judged once: decoders without loss give the same texts."""
+
+    def __init__(self, *, max_new_tokens: int) -> None:
+        check_whole(1, max_new_tokens=max_new_tokens)
+        self.max_new_tokens = max_new_tokens
+        self._verdicts: dict[tuple[str, str], dict[str, bool]] = {}
+
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
+        """What `score` gives, found out anew."""
+        raise TypeError(f"{type(self).__name__} has no verdicts")
+
+    def score(self, item: Item, answer: str) -> dict[str, bool]:
+        if (item.id, answer) not in self._verdicts:
+            self._verdicts[item.id, answer] = self.verdicts(item, answer)
+        return dict(self._verdicts[item.id, answer])
+
+
+class Extent(TypedDict):
+    """How much of a data file is asked, and how long an answer may be: what all its benchmarks take."""
+
+    limit: int | None
+    seed: int | None
+    max_new_tokens: int
+
+
+class FileBenchmark(Scored):
     """Items of one data file, each with the row that it came from."""
 
+    chat: bool
+
     def __init__(
-        self, data: Rows, *, key: Callable[[int, Row], str], limit: int | None, seed: int | None, describes: str
+        self,
+        data: Rows,
+        *,
+        key: Callable[[int, Row], str],
+        describes: str,
+        limit: int | None,
+        seed: int | None,
+        max_new_tokens: int,
     ) -> None:
         """`key` gives the id of a row from its place in the file; `describes` says in words how it is prompted."""
-        numbered = [(key(i, row), row) for i, row in enumerate(data.rows)]
+        super().__init__(max_new_tokens=max_new_tokens)
+        check_switch(chat=self.chat)
         self._data, self._describes = data, describes
-        self._rows = dict(subset(numbered, limit=limit, seed=seed))
+        self._all = {key(i, row): row for i, row in enumerate(data.rows)}
+        if len(self._all) < len(data.rows):
+            raise UserError(f"{data.origin} has rows with the same id; each needs its own")
+        self._rows = dict(subset(list(self._all.items()), limit=limit, seed=seed))
 
     def prompt(self, row: Row) -> str:
         raise TypeError(f"{type(self).__name__} has no prompt")
@@ -65,5 +121,13 @@ class FileBenchmark:
         return [Item(id_, self.prompt(row)) for id_, row in self._rows.items()]
 
     def source(self) -> dict[str, Any]:
-        origin = {"origin": self._data.origin, "sha256": self._data.sha256}
-        return {**origin, "rows": len(self._rows), "rows_in_file": len(self._data.rows), "prompt": self._describes}
+        """`prompts_sha256` is of all ids and prompts, so that it sees worked examples and rows that are left out."""
+        prompts = json.dumps([[id_, self.prompt(row)] for id_, row in self._all.items()])
+        return {
+            "origin": self._data.origin,
+            "sha256": self._data.sha256,
+            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+            "rows": len(self._rows),
+            "rows_in_file": len(self._data.rows),
+            "prompt": self._describes,
+        }

@@ -4,16 +4,18 @@ Prompt: with no shots the user turn is the problem and a request for `\\boxed`. 
 layout is that of lm-eval's minerva_math ("Problem:", "Solution:"), its worked examples from the MATH train set: those
 with the smallest digest of their text, so that file and Hub give the same ones, without drawings, and never the
 problem that train and test share. Verdicts: "equivalent" asks math-verify about the last `\\boxed` of the answer,
-"exact match" compares the two as text without white space. MATH-500 is a part of the MATH test set: Math can leave
-it out, so that running both counts no problem twice.
+"exact match" compares the two as text without white space, "undecided" says that math-verify came to no end: not
+equivalent then. MATH-500 is a part of the MATH test set: Math can leave it out, so that running both counts no problem
+twice.
 """
 
 import hashlib
-from typing import Any
+import importlib.metadata
+from typing import Any, Unpack
 
 from data.rows import Row, Rows, math500_rows, math_rows, math_training_rows, same_problem
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item, check_switch, check_whole
 from eval.benchmarks.equivalence import Equivalence
 
 _REQUEST = "Work it out step by step and give the final answer as \\boxed{...}."
@@ -61,33 +63,29 @@ class _Competition(FileBenchmark):
     quality = "equivalent"
 
     def __init__(
-        self,
-        data: Rows,
-        *,
-        name: str,
-        shots: int,
-        chat: bool,
-        timeout_s: float,
-        limit: int | None,
-        seed: int | None,
-        max_new_tokens: int,
+        self, data: Rows, *, name: str, shots: int, chat: bool, timeout_s: float, **extent: Unpack[Extent]
     ) -> None:
-        self.chat, self.max_new_tokens = chat, max_new_tokens
+        check_whole(0, shots=shots)
+        self.chat = chat
         self._framed = shots > 0 or not chat
         self.stop: tuple[str, ...] = ("Problem:",) if self._framed else ()
         self._worked = _worked(shots) if shots else ""
         self._same = Equivalence(timeout_s=timeout_s)
         how = f"{shots} worked examples of the train set, lm-eval's layout" if self._framed else f"problem; {_REQUEST}"
-        super().__init__(data, key=lambda _, r: f"{name}/{digest(r['problem'])}", limit=limit, seed=seed, describes=how)
+        super().__init__(data, key=lambda _, r: f"{name}/{digest(r['problem'])}", describes=how, **extent)
         self._gold = {id_: _reference(row) for id_, row in self._rows.items()}
+
+    def source(self) -> dict[str, Any]:
+        return {**super().source(), "math_verify": importlib.metadata.version("math-verify")}
 
     def prompt(self, row: Row) -> str:
         return self._worked + _framed(row) if self._framed else f"{row['problem']}\n\n{_REQUEST}"
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         gold, boxed = self._gold[item.id], last_boxed(answer)
         exact = boxed is not None and "".join(gold.split()) == "".join(boxed.split())
-        return {"equivalent": exact or (boxed is not None and self._same(gold, boxed)), "exact match": exact}
+        same = boxed is not None and self._same(gold, boxed)
+        return {"equivalent": same is True, "exact match": exact, "undecided": same is None}
 
 
 def _reference(row: Row) -> str:
@@ -102,6 +100,7 @@ class Math(_Competition):
     """The 5,000 test problems, or the 4,500 that are not in MATH-500."""
 
     def __init__(self, *, without_math500: bool, **settings: Any) -> None:
+        check_switch(without_math500=without_math500)
         data = _without(math_rows("test"), math500_rows()) if without_math500 else math_rows("test")
         super().__init__(data, name="math/test", **settings)
 

@@ -1,26 +1,37 @@
 """The embedded benchmarks: held-out word problems (seen and unseen templates) and Python functions.
 
-Both prompt with the task's own text; data and scores come from data/embedded, nothing is read from disk.
+Both prompt with the task's own text; the data come from data/embedded, nothing is read from disk. A problem is right if
+its last `#### <integer>` is the answer. A function is model output: what a whitelist of syntax lets through is judged
+like any other program, by its hidden tests, in the sandbox; where nothing contains programs, under its limits alone.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from decimal import Decimal
 from typing import Any
 
-from data.embedded.corpus import Example, generate
-from data.embedded.scoring import score_function, score_problem
-from eval.benchmarks.base import Item
+from data.embedded.corpus import generate
+from eval.benchmarks.base import Item, Scored, check_switch, check_whole
+from eval.benchmarks.whitelist import function_name
+from eval.judge import Judge
+
+_ANSWER = re.compile(r"####[ \t]*(-?\d[\d,]*)")
 
 
-class _Embedded:
+class _Embedded(Scored):
     chat = True
     stop: tuple[str, ...] = ()
 
-    def __init__(self, examples: Sequence[Example], *, max_new_tokens: int) -> None:
+    def __init__(self, *, task: str, unseen: bool, count: int, seed: int, max_new_tokens: int) -> None:
+        super().__init__(max_new_tokens=max_new_tokens)
+        check_whole(1, count=count)
+        check_whole(0, seed=seed)
+        check_switch(unseen=unseen)
+        examples = generate(task=task, split="test", count=count, seed=seed, unseen=unseen)
         self._examples = {example.id: example for example in examples}
-        self.max_new_tokens = max_new_tokens
 
     def items(self) -> list[Item]:
         return [Item(e.id, e.prompt) for e in self._examples.values()]
@@ -43,11 +54,10 @@ class Problems(_Embedded):
 
     def __init__(self, *, count: int, unseen: bool, max_new_tokens: int, seed: int) -> None:
         """`unseen` takes the templates that occur in no training split."""
-        examples = generate(task="problems", split="test", count=count, seed=seed, unseen=unseen)
-        super().__init__(examples, max_new_tokens=max_new_tokens)
+        super().__init__(task="problems", unseen=unseen, count=count, seed=seed, max_new_tokens=max_new_tokens)
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
-        return {self.quality: score_problem(answer, self._examples[item.id].answer)}
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
+        return {self.quality: solves(answer, self._examples[item.id].answer)}
 
 
 class Functions(_Embedded):
@@ -55,11 +65,27 @@ class Functions(_Embedded):
 
     quality = "pass@1"
 
-    def __init__(self, *, count: int, max_new_tokens: int, timeout_s: float, seed: int) -> None:
-        self._timeout_s = timeout_s
-        examples = generate(task="functions", split="test", count=count, seed=seed)
-        super().__init__(examples, max_new_tokens=max_new_tokens)
+    def __init__(self, *, judge: Judge, count: int, max_new_tokens: int, seed: int) -> None:
+        self._judge = judge
+        super().__init__(task="functions", unseen=False, count=count, seed=seed, max_new_tokens=max_new_tokens)
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
-        tests = self._examples[item.id].tests
-        return {self.quality: score_function(item.prompt, answer, tests, timeout_s=self._timeout_s)}
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
+        return {self.quality: passes(self._judge, item.prompt, answer, self._examples[item.id].tests)}
+
+    def source(self) -> dict[str, Any]:
+        return {**super().source(), "sandbox": f"whitelist of syntax+{self._judge.level}"}
+
+
+def solves(text: str, answer: str) -> bool:
+    """Whether the last ``#### <integer>`` of ``text`` is ``answer``; thousands may have commas."""
+    found = _ANSWER.findall(text)
+    return bool(found) and Decimal(found[-1].replace(",", "")) == Decimal(answer)
+
+
+def passes(judge: Judge, prompt: str, body: str, tests: Sequence[str]) -> bool:
+    """Whether ``prompt`` completed by ``body`` is one function on the whitelist and passes every test."""
+    program = f"{prompt}\n{body}\n"
+    name = function_name(program)
+    if name is None or not tests:
+        return False
+    return judge.passes(program=program, test="\n".join(tests), entry_point=name).passed

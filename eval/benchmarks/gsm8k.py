@@ -8,9 +8,11 @@ Strict is mostly False without shots, since nothing asks for `####`.
 """
 
 import re
+from typing import Unpack
 
 from data.rows import Row, gsm8k_rows
-from eval.benchmarks.base import FileBenchmark, Item
+from dspec.errors import UserError
+from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
@@ -37,20 +39,23 @@ def flexible_number(text: str) -> str | None:
 class Gsm8k(FileBenchmark):
     quality = "flexible exact match"
 
-    def __init__(self, *, shots: int, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        self.chat, self.max_new_tokens = chat, max_new_tokens
+    def __init__(self, *, shots: int, chat: bool, **extent: Unpack[Extent]) -> None:
+        check_whole(0, shots=shots)
+        self.chat = chat
         self._framed = shots > 0 or not chat
         self.stop: tuple[str, ...] = ("Question:",) if self._framed else ()
         worked = gsm8k_rows("train").rows[:shots] if shots else []
+        if len(worked) < shots:
+            raise UserError(f"shots={shots}: the train split has {len(worked)} rows")
         self._worked = "".join(f"{_framed(row)} {row['answer']}\n\n" for row in worked)
         how = f"{shots} worked examples of the train split, lm-eval's layout" if self._framed else "the question alone"
         key = "gsm8k/test/{:05d}".format
-        super().__init__(gsm8k_rows("test"), key=lambda i, _: key(i), limit=limit, seed=seed, describes=how)
+        super().__init__(gsm8k_rows("test"), key=lambda i, _: key(i), describes=how, **extent)
 
     def prompt(self, row: Row) -> str:
         return self._worked + _framed(row) if self._framed else str(row["question"])
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         expected = normalise(self._rows[item.id]["answer"])
         strict, flexible = strict_number(answer), flexible_number(answer)
         return {"strict exact match": strict == expected, "flexible exact match": flexible == expected}

@@ -12,10 +12,10 @@ with published infilling scores. Chat: it sees both sides with the gap marked at
 answer without any is given back. The judged program is prefix + line + suffix; "exact match" compares the lines.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 from data.rows import Hub, Row, load_rows
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import code_block, cut, request
 from eval.judge import Judge
 
@@ -38,13 +38,13 @@ def _id(_: int, row: Row) -> str:
 class HumanEval(FileBenchmark):
     quality = "pass@1"
 
-    def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+    def __init__(self, *, judge: Judge, chat: bool, **extent: Unpack[Extent]) -> None:
+        self.chat, self._judge = chat, judge
         self.stop: tuple[str, ...] = () if chat else _STOP
         how = f"chat; {_COMPLETE}" if chat else "raw completion of the problem's text"
         hub = Hub("openai/openai_humaneval", ["openai_humaneval"], "test")
         data = load_rows("humaneval", hub=hub, fields=_FIELDS)
-        super().__init__(data, key=_id, limit=limit, seed=seed, describes=how)
+        super().__init__(data, key=_id, describes=how, **extent)
 
     def prompt(self, row: Row) -> str:
         return request(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
@@ -57,7 +57,7 @@ class HumanEval(FileBenchmark):
             return f"{prompt}\n{answer if block is None else block}\n"
         return prompt + cut(answer, self.stop)
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
         return {self.quality: _passes(self._judge, self.program(item, answer), row, trusted=row["prompt"])}
 
@@ -68,14 +68,14 @@ class HumanEval(FileBenchmark):
 class Infilling(FileBenchmark):
     quality = "pass@1"
 
-    def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+    def __init__(self, *, judge: Judge, chat: bool, **extent: Unpack[Extent]) -> None:
+        self.chat, self._judge = chat, judge
         self.stop: tuple[str, ...] = () if chat else ("\n",)
         how = (
             f"chat, both sides of the gap; {_FILL}" if chat else "raw completion of the prefix; the suffix is not seen"
         )
         data = load_rows("humaneval_infilling_single_line", hub=None, fields=(*_FIELDS, "suffix"))
-        super().__init__(data, key=_id, limit=limit, seed=seed, describes=how)
+        super().__init__(data, key=_id, describes=how, **extent)
 
     def prompt(self, row: Row) -> str:
         if not self.chat:
@@ -90,7 +90,7 @@ class Infilling(FileBenchmark):
         first = next((line.rstrip() for line in lines if line.strip()), "")
         return first if first[:1].isspace() else _indent(self._rows[item.id]) + first
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row, line = self._rows[item.id], self.line(item, answer)
         program = f"{row['prompt']}{line}\n{row['suffix']}"
         whole = row["prompt"] + row["canonical_solution"] + row["suffix"]

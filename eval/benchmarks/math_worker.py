@@ -1,30 +1,15 @@
-"""Compares pairs of LaTeX answers with math-verify, one JSON line in and one out, until standard input ends.
+"""Compares pairs of LaTeX answers with math-verify; run as a script by eval/benchmarks/equivalence.py.
 
-Run as a script by eval/benchmarks/equivalence.py, in a process of its own: math-verify works in main threads only, and
-SymPy can hang or eat all memory on a small expression. Imports nothing of dspec; the caller keeps the time.
+In a process of its own, since math-verify works in main threads only, and SymPy can hang or eat all memory on a small
+expression.
 """
 
-import json
-import os
 import re
-import sys
 from collections.abc import Callable
-from typing import TextIO
 
-MEMORY_BYTES = 4 << 30
+from eval.benchmarks.worker import serve
+
 _PERCENT = re.compile(r"\s*\\?%\s*$")
-
-
-def limit(seconds: int) -> None:
-    """A floor under the caller's clock, should the caller die first: the kernel ends this process."""
-    if sys.platform == "win32":
-        return
-    import resource
-    import signal
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)
 
 
 def comparison() -> Callable[[str, str], bool]:
@@ -42,20 +27,5 @@ def comparison() -> Callable[[str, str], bool]:
     return same
 
 
-def serve(questions: TextIO, replies: TextIO, seconds: int) -> None:
-    same = comparison()
-    print("ready", file=replies, flush=True)
-    for line in questions:
-        limit(seconds)
-        gold, answer = json.loads(line)
-        try:
-            verdict = same(gold, answer)
-        except Exception:  # whatever SymPy makes of a malformed answer, it is not the right one
-            verdict = False
-        print(json.dumps(verdict), file=replies, flush=True)
-
-
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SymPy prints must not look like a verdict
-    serve(sys.stdin, channel, int(sys.argv[1]))
+    serve(comparison, memory_bytes=4 << 30)

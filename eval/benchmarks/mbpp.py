@@ -1,26 +1,29 @@
-"""MBPP, test split (task ids 11 to 510), few-shot (Austin et al. 2021, arXiv 2108.07732; data CC-BY-4.0).
+"""MBPP, test split (task ids 11 to 510), few-shot or chat (Austin et al. 2021, arXiv 2108.07732; data CC-BY-4.0).
 
-Prompt, stop string and layout are read at run time from the task "mbpp" of the installed lm-eval, its worked examples
-(ids 2, 3 and 4, as in the paper) from the data. The program is the answer up to the stop string, or its first code
-block if it has one. It is judged by the problem's set-up code followed by its three tests.
+Raw: prompt, stop string and layout are read at run time from the task "mbpp" of the installed lm-eval, its worked
+examples (ids 2, 3 and 4, as in the paper) from the data. Chat: the problem, a request for a code block (our own words)
+and the three tests, without worked examples. The program is the answer up to the stop string, or its first code block
+if it has one. It is judged by the problem's set-up code followed by its tests.
 """
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import yaml
 from jinja2 import Template
 
 from data.rows import Hub, Row, Rows, load_rows
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
-from eval.benchmarks.code import code_block, cut
+from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
+from eval.benchmarks.code import code_block, cut, request
 from eval.judge import Judge, function_under_test
 
 _WORKED = (2, 3, 4)
 _TEST = range(11, 511)
+_ASK = "Answer with the whole function, and the imports that it needs, in one code block. It must pass these tests:"
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,14 +46,16 @@ def lm_eval_task(name: str) -> Mapping[str, Any]:
 
 class Mbpp(FileBenchmark):
     quality = "pass@1"
-    chat = False
 
-    def __init__(self, *, judge: Judge, shots: int, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        if not 0 <= shots <= len(_WORKED):
+    def __init__(self, *, judge: Judge, shots: int, chat: bool, **extent: Unpack[Extent]) -> None:
+        check_whole(0, shots=shots)
+        if shots > len(_WORKED):
             raise UserError(f"shots={shots}: MBPP has {len(_WORKED)} worked examples; give 0 to {len(_WORKED)}")
+        if chat and shots:
+            raise UserError(f"shots={shots}: MBPP as chat has no worked examples; add benchmark.mbpp.shots=0")
         task = lm_eval_task("mbpp")
-        self.max_new_tokens, self._judge = max_new_tokens, judge
-        self.stop = tuple(task["generation_kwargs"]["until"])
+        self.chat, self._judge = chat, judge
+        self.stop: tuple[str, ...] = () if chat else tuple(task["generation_kwargs"]["until"])
         self._text = Template(task["doc_to_text"], keep_trailing_newline=True)
         data = _all_splits()
         by_id = {row["task_id"]: row for row in data.rows}
@@ -60,11 +65,13 @@ class Mbpp(FileBenchmark):
         shown = [by_id[n] for n in _WORKED[:shots]]
         self._worked = "".join(f"{self._text.render(row)}{target.render(row, is_fewshot=True)}\n\n" for row in shown)
         tested = Rows([row for row in data.rows if row["task_id"] in _TEST], data.origin, data.sha256)
-        describes = f"raw text, lm-eval's layout, {shots} worked examples"
+        describes = f"chat; {_ASK}" if chat else f"raw text, lm-eval's layout, {shots} worked examples"
         key = "mbpp/{:03d}".format
-        super().__init__(tested, key=lambda _, r: key(r["task_id"]), limit=limit, seed=seed, describes=describes)
+        super().__init__(tested, key=lambda _, r: key(r["task_id"]), describes=describes, **extent)
 
     def prompt(self, row: Row) -> str:
+        if self.chat:
+            return request("\n".join(row["test_list"]), ask=f"{row['text'].strip()} {_ASK}")
         return self._worked + str(self._text.render(row))
 
     def program(self, answer: str) -> str:
@@ -72,7 +79,7 @@ class Mbpp(FileBenchmark):
         block = code_block(text)
         return text if block is None else block
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
         program = f"{self.program(answer)}\n{row['test_setup_code']}\n"  # defines what code and tests share
         test = "\n".join(row["test_list"])
@@ -80,7 +87,8 @@ class Mbpp(FileBenchmark):
         return {self.quality: self._judge.passes(program=program, test=test, entry_point=name).passed}
 
     def source(self) -> dict[str, Any]:
-        return {**super().source(), "sandbox": self._judge.level}
+        own = {"lm_eval": importlib.metadata.version("lm-eval"), "sandbox": self._judge.level}
+        return {**super().source(), **own}
 
 
 def _all_splits() -> Rows:

@@ -3,9 +3,11 @@
 For speed and acceptance on open-ended chat: answers are not judged. The user turn is the question's first turn.
 """
 
+from typing import Unpack
+
 from data.rows import Hub, Row, Rows, load_rows
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item
 
 
 class MtBench(FileBenchmark):
@@ -13,14 +15,13 @@ class MtBench(FileBenchmark):
     chat = True
     stop: tuple[str, ...] = ()
 
-    def __init__(self, *, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        self.max_new_tokens = max_new_tokens
-        super().__init__(_questions(), key=_id, limit=limit, seed=seed, describes="the first turn alone")
+    def __init__(self, **extent: Unpack[Extent]) -> None:
+        super().__init__(_questions(), key=_id, describes="the first turn alone", **extent)
 
     def prompt(self, row: Row) -> str:
         return str(row["turns"][0])
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         return {}
 
 

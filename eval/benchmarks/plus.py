@@ -3,8 +3,9 @@
 Data, stop strings and sanitising come at run time from the installed evalplus; what runs programs and compares their
 outputs by evalplus's rules is our own judge. Prompt: the problem's text, completed raw as evalplus does for base
 models; or as chat, a request for the whole function in a code block (our own words: evalplus opens the assistant's turn
-itself, which a user turn cannot). The program is evalplus's `sanitize` of prompt + completion, or of the chat answer.
-Verdicts: "base" is the original tests' inputs, "plus" those and evalplus's own, as on its leaderboard.
+itself, which a user turn cannot). The program is evalplus's `sanitize` of prompt + completion, or of the chat answer;
+there is none where it fails or comes to no end ("undecided"). Verdicts: "base" is the original tests' inputs, "plus"
+those and evalplus's own, as on its leaderboard.
 """
 
 import contextlib
@@ -14,14 +15,16 @@ import importlib.metadata
 import importlib.util
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from data.rows import Row, Rows, data_file, load_rows
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item
+from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import cut, request
+from eval.benchmarks.worker import Reply, Worker
 from eval.judge import Judge
 
+_SANITIZER = Path(__file__).with_name("sanitize_worker.py")
 _ASK = "Solve this problem. Answer with the whole function, and the imports that it needs, in one code block."
 _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol", "contract")
 # evalplus 0.3.1 against its own canonical solutions
@@ -68,16 +71,18 @@ class _Plus(FileBenchmark):
     dataset: str
     file: str
 
-    def __init__(self, *, judge: Judge, chat: bool, limit: int | None, seed: int | None, max_new_tokens: int) -> None:
-        self.chat, self.max_new_tokens, self._judge = chat, max_new_tokens, judge
+    def __init__(self, *, judge: Judge, chat: bool, timeout_s: float, **extent: Unpack[Extent]) -> None:
+        """`timeout_s` is for evalplus's sanitize on one answer."""
+        self.chat, self._judge = chat, judge
         self._references: dict[tuple[str, str], list[Any]] = {}
         utility = _module("provider.utility")
         stop = (*utility.EOS, *utility.extra_eos_for_direct_completion(self.dataset))
         self.stop: tuple[str, ...] = () if chat else stop
-        self._sanitize = _module("sanitize").sanitize
+        refusal = "evalplus's sanitize does not start; run `pip install 'dspec[evalplus]'`"
+        self._sanitizer = Worker(_SANITIZER, timeout_s=timeout_s, refusal=refusal)
         how = f"chat; {_ASK}" if chat else "raw completion of the problem's text, as evalplus for base models"
         data = problems(self.dataset, self.file)
-        super().__init__(data, key=lambda _, r: str(r["task_id"]), limit=limit, seed=seed, describes=how)
+        super().__init__(data, key=lambda _, r: str(r["task_id"]), describes=how, **extent)
 
     def source(self) -> dict[str, Any]:
         version = importlib.metadata.version("evalplus")
@@ -88,17 +93,16 @@ class _Plus(FileBenchmark):
         text = str(row["prompt"]).strip() + "\n"
         return request(text, ask=_ASK) if self.chat else text
 
-    def program(self, item: Item, answer: str) -> str:
-        """What evalplus makes of an answer."""
-        entry_point = self._rows[item.id]["entry_point"]
+    def program(self, item: Item, answer: str) -> Reply:
+        """What evalplus makes of an answer, if it answers."""
         text = answer if self.chat else item.prompt + cut(answer, self.stop)
-        return str(self._sanitize(text, entrypoint=entry_point))
+        return self._sanitizer.ask(text, self._rows[item.id]["entry_point"])
 
-    def score(self, item: Item, answer: str) -> dict[str, bool]:
-        program = self.program(item, answer)
-        base = self._passes(item, program, "base_input")
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
+        how, program = self.program(item, answer)
+        base = how == "answered" and self._passes(item, program, "base_input")
         plus = base and item.id not in _TOO_BIG and self._passes(item, program, "plus_input")
-        return {"base": base, "plus": plus}
+        return {"base": base, "plus": plus, "undecided": how in ("died", "timed out")}
 
     def _passes(self, item: Item, program: str, which: str) -> bool:
         row, inputs = self._rows[item.id], self._rows[item.id][which]

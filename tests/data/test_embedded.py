@@ -1,24 +1,18 @@
-"""The embedded corpus: split hygiene, scorers that cannot be fooled, and a tokenizer with a clean boundary."""
+"""The embedded corpus: split hygiene, tests that see a wrong body, and a tokenizer with a clean boundary."""
 
 import hashlib
 import re
-import time
 from collections import Counter
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data.embedded.corpus import SPLITS, Example, corpus, generate
-from data.embedded.function_templates import TEMPLATES as FUNCTIONS
 from data.embedded.problem_templates import TEMPLATES as PROBLEMS
 from data.embedded.problem_templates import UNSEEN
-from data.embedded.scoring import score_function, score_problem
 from data.embedded.tokenizer import SPECIAL, build_tokenizer
 
 TASKS = ("problems", "functions", "stories")
-PROMPT = 'def double(xs):\n    """Return xs doubled."""'
-TESTS = ("assert double([1, 2]) == [2, 4]", "assert double([]) == []")
-RIGHT = "    return [x * 2 for x in xs]"
 
 
 @pytest.fixture(scope="module")
@@ -85,81 +79,11 @@ def test_impossible_requests_say_what_to_do(arguments: dict[str, object], messag
         generate(**({"count": 1, "seed": 0} | arguments))  # type: ignore[arg-type]
 
 
-def test_problem_references_score_and_corrupted_ones_do_not(splits: dict[str, list[Example]]) -> None:
-    for example in [e for e in splits["test"] if e.task == "problems"]:
-        assert score_problem(example.response, example.answer)
-        assert not score_problem(f"{example.response}1", example.answer)
-        assert not score_problem(example.response.replace("####", "##"), example.answer)
-        for total, value in re.findall(r"(\d+(?: [-+*/] \d+)+) = (\d+)", example.response):
-            assert eval(total) == int(value)
-    assert score_problem("#### 7\n#### 1,234", "1234")
-    assert score_problem("#### -5", "-5")
-
-
-def test_every_function_template_scores_and_a_wrong_body_fails() -> None:
-    examples = {e.template: e for e in generate(task="functions", split="test", count=400, seed=0)}
-    assert set(examples) == {template.name for template in FUNCTIONS}
-    for e in examples.values():
-        assert score_function(e.prompt, e.response, e.tests, timeout_s=20)
-        assert not score_function(e.prompt, _changed(e.response), e.tests, timeout_s=20)
-
-
 def test_all_bodies_of_a_template_agree_and_tests_see_a_changed_constant() -> None:
     examples = generate(task="functions", split="test", count=600, seed=1)
     assert all(_passes(example, example.response) for example in examples)
     survivors = sum(_passes(example, _changed(example.response)) for example in examples)
     assert survivors <= 12  # some changes mean the same: "even and greater than 8" starts at 10 as from 9
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "    import os\n    return [2, 4]",
-        "    return [x * 2 for x in xs] + [].__class__()",
-        "    return open('/etc/passwd')",
-        "    return xs and open or [x * 2 for x in xs]",
-        "    return eval('[2, 4]')",
-        "    return getattr(xs, 'copy')()",
-        "    return __builtins__",
-        "    print('ok')\n    return [x * 2 for x in xs]",
-        "    return '{0.__class__}'.format(xs)",
-        "    global double\n    return [x * 2 for x in xs]",
-        "    yield 1",
-        "    try:\n        return 1 / 0\n    except ZeroDivisionError:\n        return [2, 4]",
-        RIGHT + "\n\ndef double(xs):\n    return [2, 4]",
-        RIGHT + "\n\nassert False",
-        "    def __eq__(a, b):\n        return True\n    return __eq__",
-        "    return (" + "-" * 3000 + "1)",
-        "return [x * 2 for x in xs]",
-        "    return [x * 2 for x in xs\x00]",
-        "",
-    ],
-)
-def test_a_body_off_the_whitelist_is_judged_false(body: str) -> None:
-    assert not score_function(PROMPT, body, TESTS, timeout_s=5)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "    while True:\n        pass",
-        "    return 9 ** 9 ** 9",
-        '    return "a" * 10 ** 12',
-        "    return [0] * 10 ** 11",
-        '    return f"{1:>{10 ** 9}}"',
-        "    return double(xs)",
-        "    return list(range(10 ** 12))",
-    ],
-)
-def test_a_body_that_eats_time_or_memory_is_judged_false_soon(body: str) -> None:
-    start = time.monotonic()
-    assert not score_function(PROMPT, body, TESTS, timeout_s=0.7)
-    assert time.monotonic() - start < 5
-
-
-def test_a_right_body_passes_and_no_tests_prove_nothing() -> None:
-    assert score_function(PROMPT, RIGHT, TESTS, timeout_s=20)
-    assert not score_function(PROMPT, RIGHT, (), timeout_s=20)
 
 
 @pytest.mark.parametrize("text", ["é ü\t\tx  \n\n  12 a .", "    if x:\n        y", "\U0001f98a 1,234\r\n", "", " "])

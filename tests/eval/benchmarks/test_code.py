@@ -126,7 +126,7 @@ def test_infilling(folder: Path, write: Write, judge: Any, chat: bool, answer: s
 def test_mbpp_tests_only_the_test_split(folder: Path, write: Write, judge: Any) -> None:
     pytest.importorskip("lm_eval")
     write(folder / "mbpp.jsonl", *(mbpp_row(n) for n in (1, 2, 3, 4, 10, 11, 510, 511, 974)))
-    benchmark = Mbpp(judge=judge, shots=3, **SETTINGS)
+    benchmark = Mbpp(judge=judge, shots=3, chat=False, **SETTINGS)
     assert [item.id for item in benchmark.items()] == ["mbpp/011", "mbpp/510"]
     assert benchmark.stop == ("[DONE]",)
     prompt = benchmark.items()[0].prompt
@@ -151,15 +151,30 @@ def test_mbpp_runs_code_then_set_up_then_tests(
 ) -> None:
     pytest.importorskip("lm_eval")
     write(folder / "mbpp.jsonl", *(mbpp_row(n) for n in (2, 3, 4, 11)))
-    benchmark = Mbpp(judge=judge, shots=3, **SETTINGS)
+    benchmark = Mbpp(judge=judge, shots=3, chat=False, **SETTINGS)
     assert benchmark.score(benchmark.items()[0], answer) == {"pass@1": passed}
+
+
+def test_mbpp_in_chat(folder: Path, write: Write, judge: Any) -> None:
+    pytest.importorskip("lm_eval")
+    write(folder / "mbpp.jsonl", *(mbpp_row(n) for n in (2, 3, 4, 11)))
+    benchmark = Mbpp(judge=judge, shots=0, chat=True, **SETTINGS)
+    (item,) = benchmark.items()
+    assert (benchmark.chat, benchmark.stop) == (True, ())
+    assert item.prompt.startswith("Add K. #11# Answer with the whole function")
+    assert item.prompt.endswith("```python\nassert f(0) == 0+K\nassert f(1) == 1+K\nassert f(2) == 2+K\n```")
+    assert "[BEGIN]" not in item.prompt
+    assert benchmark.score(item, "Sure:\n```python\ndef f(x):\n    return x+K  # [DONE]\n```\nDone.")["pass@1"]
+    assert not benchmark.score(item, "```python\ndef f(x):\n    return x\n```")["pass@1"]
+    with pytest.raises(UserError, match=r"benchmark\.mbpp\.shots=0"):
+        Mbpp(judge=judge, shots=3, chat=True, **SETTINGS)
 
 
 def test_mbpp_prompt_is_lm_evals(shared: Path, judge: Any) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.utils import apply_template
 
-    benchmark, task = Mbpp(judge=judge, shots=3, **SETTINGS), mbpp_module.lm_eval_task("mbpp")
+    benchmark, task = Mbpp(judge=judge, shots=3, chat=False, **SETTINGS), mbpp_module.lm_eval_task("mbpp")
     assert len(benchmark.items()) == 500
     row = benchmark._rows["mbpp/011"]
     own = apply_template(task["doc_to_text"], row)
@@ -175,13 +190,13 @@ def test_mbpp_prompt_is_lm_evals(shared: Path, judge: Any) -> None:
 def test_bad_mbpp_settings_are_named(folder: Path, write: Write, judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder / "mbpp.jsonl", mbpp_row(11))
     with pytest.raises(UserError, match="shots=4"):
-        Mbpp(judge=judge, shots=4, **SETTINGS)
+        Mbpp(judge=judge, shots=4, chat=False, **SETTINGS)
     if mbpp_module.importlib.util.find_spec("lm_eval"):
         with pytest.raises(UserError, match="no task 2"):
-            Mbpp(judge=judge, shots=1, **SETTINGS)
+            Mbpp(judge=judge, shots=1, chat=False, **SETTINGS)
     monkeypatch.setattr(mbpp_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"dspec\[lm-eval\]"):
-        Mbpp(judge=judge, shots=3, **SETTINGS)
+        Mbpp(judge=judge, shots=3, chat=False, **SETTINGS)
 
 
 def test_mt_bench_asks_first_turns_and_judges_nothing(folder: Path, write: Write) -> None:
@@ -217,9 +232,9 @@ def test_real_canonical_solutions_pass_and_broken_ones_fail(shared: Path, judge:
 @pytest.mark.slow
 def test_real_mbpp_solutions_pass(shared: Path, judge: Any) -> None:
     pytest.importorskip("lm_eval")
-    benchmark = Mbpp(judge=judge, shots=3, limit=60, seed=1, max_new_tokens=8)
+    benchmark = Mbpp(judge=judge, shots=3, chat=False, limit=60, seed=1, max_new_tokens=8)
     wanted = [*benchmark.items(), Item("mbpp/367", "")]  # 367 has set-up code
-    benchmark._rows |= Mbpp(judge=judge, shots=0, **SETTINGS)._rows
+    benchmark._rows |= Mbpp(judge=judge, shots=0, chat=False, **SETTINGS)._rows
     for item in wanted:
         assert benchmark.score(item, benchmark._rows[item.id]["code"] + "\n[DONE]")["pass@1"], item.id
         assert not benchmark.score(item, "pass")["pass@1"]

@@ -1,7 +1,6 @@
 """MATH: boxes, equivalence as math-verify has it, time limits, and the problems that must not count twice."""
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -99,23 +98,20 @@ def test_equivalence(same: equivalence.Equivalence, gold: str, answer: str, equa
     assert same(gold, answer) == equal
 
 
-def test_a_hung_comparison_is_killed_and_the_next_one_is_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_comparison_without_end_is_undecided(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not equivalent then, and counted."""
     pytest.importorskip("math_verify")
     pause = "        if answer == 'hang':\n            __import__('time').sleep(600)\n"
     hanging = equivalence._WORKER.read_text().replace("        bare = [", pause + "        bare = [")
     assert "sleep" in hanging
     (tmp_path / "worker.py").write_text(hanging)
     monkeypatch.setattr(equivalence, "_WORKER", tmp_path / "worker.py")
-    same = equivalence.Equivalence(timeout_s=8.0)
-    assert same("\\frac12", "0.5")
-    first = same._worker
-    start = time.monotonic()
-    assert not same("5", "hang")
-    assert time.monotonic() - start < 60
-    assert first is not None
-    assert first._process.poll() is not None
-    assert same("\\frac12", "0.5")
-    assert same._worker is not first
+    benchmark = Math(without_math500=False, **SETTINGS | {"timeout_s": 4.0})
+    item = benchmark.items()[0]
+    assert benchmark.score(item, "\\boxed{0.5}")["equivalent"]
+    assert benchmark.score(item, "\\boxed{hang}") == {"equivalent": False, "exact match": False, "undecided": True}
+    right = {"equivalent": True, "exact match": False, "undecided": False}
+    assert benchmark.score(item, "\\boxed{\\frac{2}{4}}") == right
 
 
 def test_an_expression_that_grows_without_end_is_wrong_in_time(same: equivalence.Equivalence) -> None:
@@ -125,18 +121,6 @@ def test_an_expression_that_grows_without_end_is_wrong_in_time(same: equivalence
     assert not short("5", HANG)
     assert time.monotonic() - start < 120
     assert short("\\frac12", "0.5")
-
-
-def test_threads_share_it(same: equivalence.Equivalence) -> None:
-    got: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda i=i: got.append(same(f"\\frac{{{i}}}{{2}}", str(i / 2)))) for i in range(9)
-    ]  # type: ignore[misc]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert got == [True] * 9
 
 
 def test_without_math_verify_the_mend_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +133,11 @@ def test_scores_read_the_last_box(folder: Path) -> None:
     pytest.importorskip("math_verify")
     benchmark = Math(without_math500=False, **SETTINGS)
     item = benchmark.items()[0]
-    assert benchmark.score(item, "\\boxed{3}, no, \\boxed{0.5}") == {"equivalent": True, "exact match": False}
-    assert benchmark.score(item, "\\boxed{\\frac{1}{2} }") == {"equivalent": True, "exact match": True}
-    assert benchmark.score(item, "\\frac{1}{2}") == {"equivalent": False, "exact match": False}
+    found = {
+        answer: tuple(benchmark.score(item, answer).values())
+        for answer in ("\\boxed{3}, no, \\boxed{0.5}", "\\boxed{\\frac{1}{2} }", "\\frac{1}{2}")
+    }
+    assert list(found.values()) == [(True, False, False), (True, True, False), (False, False, False)]
 
 
 def test_what_is_in_math500_can_be_left_out(folder: Path) -> None:

@@ -86,6 +86,48 @@ def test_subsets(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"limit": "abc"}, "limit=abc"),
+        ({"limit": 1.5}, "limit=1.5"),
+        ({"seed": "x"}, "seed=x"),
+        ({"shots": -1}, "shots=-1"),
+        ({"shots": 20}, "shots=20"),
+        ({"chat": "no"}, "chat=no"),
+    ],
+)
+def test_bad_settings_are_named(folder: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        gsm8k(**change)
+    with pytest.raises(TypeError, match="foo"):
+        Gsm8k(shots=0, chat=True, limit=None, seed=None, max_new_tokens=8, foo=1)  # type: ignore[call-arg]
+
+
+def test_source_changes_with_all_that_is_read(folder: Path) -> None:
+    few = [gsm8k(shots=2).source()]
+    rows(folder / "gsm8k_train.jsonl", *({"question": f"other {i}", "answer": f"#### {i}"} for i in range(9)))
+    few.append(gsm8k(shots=2).source())
+    rows(
+        folder / "gsm8k_test.jsonl", *({"question": f"q{i}", "answer": f"{text}."} for i, text in enumerate(REFERENCES))
+    )
+    few.append(gsm8k(shots=2).source())
+    assert len({(s["sha256"], s["prompts_sha256"]) for s in few}) == 3
+    assert gsm8k(shots=2, limit=2).source() == few[2] | {"rows": 2}  # of the data, not of how much of it is asked
+
+
+def test_an_answer_is_judged_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders without loss give the same texts."""
+    benchmark, judged = gsm8k(), []
+    monkeypatch.setattr(
+        Gsm8k, "verdicts", lambda self, item, answer: judged.append((item.id, answer)) or {"right": True}
+    )
+    one, two = benchmark.items()[:2]
+    for item, answer in ((one, "a"), (one, "a"), (two, "a"), (one, "b"), (one, "a")):
+        assert benchmark.score(item, answer) == {"right": True}
+    assert judged == [(one.id, "a"), (two.id, "a"), (one.id, "b")]
+
+
+@pytest.mark.parametrize(
     ("text", "strict", "flexible"),
     [
         ("#### 18", True, True),

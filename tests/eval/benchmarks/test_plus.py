@@ -14,7 +14,7 @@ from eval.benchmarks.plus import HumanEvalPlus, MbppPlus
 pytest.importorskip("evalplus")
 
 Write = Callable[..., None]
-SETTINGS: dict[str, Any] = {"limit": None, "seed": None, "max_new_tokens": 8}
+SETTINGS: dict[str, Any] = {"timeout_s": 30.0, "limit": None, "seed": None, "max_new_tokens": 8}
 ADD = {
     "task_id": "HumanEval/0",
     "entry_point": "add",
@@ -89,7 +89,8 @@ def test_prompts_stops_and_source(folder: Path, write: Write, judge: Any) -> Non
 def test_base_and_plus(folder: Path, write: Write, judge: Any, answer: str, base: bool, whole: bool) -> None:
     write(folder / "humanevalplus_v0.1.10.jsonl", ADD)
     benchmark = HumanEvalPlus(judge=judge, chat=False, **SETTINGS)
-    assert benchmark.score(benchmark.items()[0], answer) == {"base": base, "plus": whole}
+    verdicts = {"base": base, "plus": whole, "undecided": False}
+    assert benchmark.score(benchmark.items()[0], answer) == verdicts
 
 
 def test_chat_answers_are_whole_functions(folder: Path, write: Write, judge: Any) -> None:
@@ -123,6 +124,35 @@ def test_bad_data_and_missing_evalplus(folder: Path, write: Write, judge: Any, m
         HumanEvalPlus(judge=judge, chat=False, **SETTINGS)
 
 
+HOSTILE = ["-", ".a", "1+", "()", "[0]"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("part", HOSTILE)
+def test_a_text_that_breaks_sanitize_is_no_program_and_ends_no_run(
+    folder: Path, write: Write, judge: Any, part: str, chat: bool
+) -> None:
+    write(folder / "humanevalplus_v0.1.10.jsonl", ADD)
+    benchmark = HumanEvalPlus(judge=judge, chat=chat, **SETTINGS)
+    (item,) = benchmark.items()
+    for text in (part * 1100, f"    return {part * 1100}1", f"    return x{part * 1100}", f"x = x{part * 1100}"):
+        code = f"```python\n{ADD['prompt']}{text}\n```" if chat else text
+        assert not any(benchmark.score(item, code).values())
+    assert benchmark.program(item, f"x = x{HOSTILE[1] * 1100}").how == "raised"
+    assert benchmark.score(item, f"{ADD['prompt'] if chat else ''}    return x + y\n")["plus"]
+
+
+def test_sanitising_without_end_is_no_program(folder: Path, write: Write, judge: Any) -> None:
+    """It parses every range of lines: 700 of them take more than a minute."""
+    write(folder / "humanevalplus_v0.1.10.jsonl", ADD)
+    benchmark = HumanEvalPlus(judge=judge, chat=True, **SETTINGS | {"timeout_s": 1.5})
+    (item,) = benchmark.items()
+    text = "\n".join(f"x{i} = {i}" for i in range(700))
+    assert benchmark.score(item, text) == {"base": False, "plus": False, "undecided": True}
+    assert judge.programs == []
+    assert benchmark.score(item, f"{ADD['prompt']}    return x + y\n")["plus"]
+
+
 def _variants(prompt: str, solution: str) -> list[str]:
     """Answers to one problem: right, wrong, chatty, malformed."""
     whole = prompt + solution
@@ -146,7 +176,7 @@ def test_sanitising_is_evalplus_own(shared: Path, judge: Any) -> None:
         for item in benchmark.items()[::30]:
             row = benchmark._rows[item.id]
             for answer in _variants(row["prompt"], row["canonical_solution"]):
-                assert benchmark.program(item, answer) == sanitize(answer, entrypoint=row["entry_point"])
+                assert benchmark.program(item, answer).value == sanitize(answer, entrypoint=row["entry_point"])
                 count += 1
     assert count > 100
 
@@ -197,5 +227,5 @@ def test_what_needs_too_much_memory_is_not_run(shared: Path, judge: Any) -> None
     benchmark = MbppPlus(judge=judge, chat=True, **SETTINGS)
     item = next(i for i in benchmark.items() if i.id == "Mbpp/255")
     row = benchmark._rows[item.id]
-    assert benchmark.score(item, row["canonical_solution"]) == {"base": True, "plus": False}
+    assert benchmark.score(item, row["canonical_solution"]) == {"base": True, "plus": False, "undecided": False}
     assert len(judge.programs) == 1
