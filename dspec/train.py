@@ -7,7 +7,6 @@ It wires what the config names and knows no method, data set or benchmark by nam
 """
 
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from transformers.utils.logging import disable_progress_bar
 
 from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
@@ -24,18 +22,10 @@ from dspec.lit_module import LitModule
 from dspec.models.draft import Draft
 from dspec.models.target import Target, check_bfloat16
 from dspec.provenance import provenance
+from dspec.terminal import quiet
 from dspec.training import AtomicCheckpointIO, History, check_same_config, resume_checkpoint
 
 log = logging.getLogger(__name__)
-
-
-def quiet() -> None:
-    """Keeps the terminal for the progress bar and the table."""
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "httpx", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for module in ("torchdata", "lightning"):  # deprecations inside the libraries
-        warnings.filterwarnings("ignore", module=module)
-    disable_progress_bar()  # transformers' bar over weight files
 
 
 def train(cfg: DictConfig) -> None:
@@ -93,6 +83,11 @@ def train(cfg: DictConfig) -> None:
             prompts = [ids for _, ids in data.encoded("calibration")]
             calibration = calibrate(target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids)
     method.export(run_dir, card=report.card(target=target.name, run=run, command=choices["recipe"]))
+    run["benchmarks"] = {name: benchmark.source() for name, benchmark in benchmarks.items()}
+
+    def results(rows: Any, check: Any, *, complete: bool) -> dict[str, Any]:
+        return {"run": run | {"ar_check": check, "complete": complete}, "rows": rows, "calibration": calibration}
+
     rows, check = evaluation(
         target=target,
         draft=draft,
@@ -102,10 +97,9 @@ def train(cfg: DictConfig) -> None:
         stop_ids=target.stop_ids,
         samples=run_dir / "samples.jsonl",
         settings=plain | {"resume": None},
+        grown=lambda rows, check: write_json(run_dir / "results.json", results(rows, check, complete=False)),
     )
-    sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
-    results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": calibration}
-    report(results=results, history=history.rows, run_dir=run_dir)
+    report(results=results(rows, check, complete=True), history=history.rows, run_dir=run_dir)
 
 
 main = entry_point(config="train")(train)

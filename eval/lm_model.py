@@ -21,7 +21,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from eval.rows import acceptance, counts
-from eval.run import load_subject
+from eval.subject import load_subject
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class DspecLM(TemplateLM):
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
         self.subject = load_subject(cfg)
-        cfg.label = self.subject.label
         self._contender = next(iter(instantiate(cfg.decoder).values()))
         self.target, self.tokenizer, self.seed = self.subject.target, self.subject.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)

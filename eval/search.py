@@ -36,11 +36,12 @@ from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.target import Target
 from dspec.provenance import provenance
-from dspec.train import quiet
-from eval.evaluate import encode, timed
+from dspec.terminal import quiet
+from eval.evaluate import encode
+from eval.gate import timed
 from eval.plots import plot_roofline
 from eval.roofline import Roofline, cost, measure
-from eval.run import load_subject
+from eval.subject import load_subject
 
 log = logging.getLogger(__name__)
 NEAR = 2.0

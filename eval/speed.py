@@ -21,8 +21,8 @@ from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
 from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.evaluate import BASELINE
+from eval.measure import Evaluated, measure
 from eval.plots import plot_costs, plot_rounds, plot_tau_by_position
-from eval.run import Evaluated, measure
 from eval.samples import Sample, read_samples
 
 

@@ -14,6 +14,8 @@ from dspec.spans import span
 class Autoregressive:
     """Greedy or sampled decoding of any batch."""
 
+    lossless = True
+
     def __init__(self, *, target: Target, sampling: Sampling) -> None:
         self.target, self.sampling = target, sampling
 

@@ -78,6 +78,7 @@ class Decoder(Protocol):
     """Prompts in, generations out, for any batch size; row i depends on prompt i and seed i alone."""
 
     sampling: Sampling
+    lossless: bool  # its output follows the law of plain AR of the same target (greedy: its tokens, up to rounding)
 
     def decode(
         self,

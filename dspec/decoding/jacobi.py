@@ -28,6 +28,8 @@ Observer = Callable[[int, Flight], None]  # a prompt's index and its flight, bef
 class Jacobi:
     """Lossless Jacobi decoding of any batch."""
 
+    lossless = True
+
     def __init__(self, *, target: Target, sampling: Sampling, plan: Plan) -> None:
         self.target, self.sampling, self.plan = target, sampling, plan
 

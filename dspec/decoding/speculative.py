@@ -26,6 +26,8 @@ from dspec.spans import span
 class Speculative:
     """Lossless speculative decoding of any batch with any proposer."""
 
+    lossless = True
+
     def __init__(
         self,
         *,

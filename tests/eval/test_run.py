@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
@@ -54,6 +55,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that trained the target's own weights, in blocks of 5."""
+    folder = tmp_path_factory.mktemp("jacobi")
+    target = embedded_target(dtype="float32", device="cpu")
+    with torch.no_grad():
+        target.embed_tokens.weight.mul_(1.3)
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    node = {"_target_": "dspec.models.target.embedded_target", "dtype": "float32", "device": "cpu"}
+    data = {"block_size": 5, "policy": {"system": None, "thinking": False}}
+    (folder / "config.json").write_text(json.dumps({"target": node, "method": {}, "label": "JF", "data": data}))
+    return folder
+
+
 def results(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**json.loads((folder / "results.json").read_text()))
 
@@ -89,6 +105,61 @@ def test_a_checkpoint_brings_its_target_label_and_policy(run: Run, checkpoint: P
     assert {r["target"] for r in bare.rows} == {"tiny"}
 
 
+ONE = [*SMALL, "limit=1", "~benchmark.problems_unseen", "~benchmark.functions", "evaluation.generate_prompts=0"]
+
+
+def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> None:
+    own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
+    folder = run(f"checkpoint={trained}", own, "benchmark=tiny", *ONE)
+    base, ar, jacobi = results(folder).rows
+    assert [row["method"] for row in (base, ar, jacobi)] == ["AR base", "AR", "JF, Jacobi"]
+    assert jacobi["decoder"]["block_size"] == 5  # as it was trained
+    samples = {
+        s["decoder"]: s["tokens"] for s in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()[1:])
+    }
+    alone = run("target=tiny", "benchmark=tiny", *ONE, name="alone")
+    (only,) = map(json.loads, (alone / "samples.jsonl").read_text().splitlines()[1:])
+    assert samples["base_autoregressive"] == only["tokens"]
+    assert samples["autoregressive"] == samples["jacobi_single"] != only["tokens"]
+
+
+def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path) -> None:
+    size = "decoder.jacobi_single.build.plan.block_size=3"
+    more = [size, "+target.dtype=float64", "benchmark=tiny", *ONE]
+    found = results(run(f"checkpoint={trained}", "decoder=jacobi_single", *more))
+    assert found.rows[1]["decoder"]["block_size"] == 3
+    assert found.run["dtype"] == "float64"
+
+
+def test_a_folder_alone_resumes_and_its_limit_grows(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("target=tiny", "decoder=prompt_lookup", "benchmark=tiny", *ONE)
+    before = (folder / "samples.jsonl").read_bytes()
+    (folder / "results.json").unlink()
+    run(f"resume={folder}")
+    assert (folder / "samples.jsonl").read_bytes() == before
+    run(f"resume={folder}", "limit=2")
+    assert (folder / "samples.jsonl").read_bytes().startswith(before)
+    assert {row["n"] for row in results(folder).rows} == {2}
+    with pytest.raises(SystemExit):
+        run(f"resume={folder}", "limit=2", "seed=1")
+    assert "another" in capsys.readouterr().err
+    run(f"resume={folder}", "limit=2")  # what was refused left no trace
+
+
+def test_what_a_killed_run_leaves(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """results.json has the benchmarks that were done and says that it is not complete."""
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr("eval.benchmarks.embedded.Functions.score", lambda *_: {}["killed"])
+        run("target=tiny", "benchmark=tiny", *SMALL, "limit=1")
+    left = results(tmp_path / "run")
+    assert [row["benchmark"] for row in left.rows] == ["problems", "problems_unseen"]
+    assert left.run["complete"] is False
+    run(f"resume={tmp_path / 'run'}")
+    whole = results(tmp_path / "run")
+    assert whole.rows[:2] == left.rows
+    assert whole.run["complete"] is True
+
+
 def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("target=tiny", "benchmark=tiny", *SMALL)
     before = (folder / "samples.jsonl").read_bytes()
@@ -114,6 +185,18 @@ def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["target=tiny", "benchmark=tiny", "+foo=1"], ["foo"]),
         (["checkpoint=/no/checkpoint", "benchmark=tiny"], ["no checkpoint at /no/checkpoint"]),
         (["checkpoint=.", "benchmark=tiny"], ["neither draft/ nor target/"]),
+        (["target=tiny", "benchmark=tiny", "limt=5"], ["unknown key limt", "limit?"]),
+        (["target=tiny", "benchmark=tiny", "+limt=5"], ["unknown key limt", "limit?"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.batchsize=5"], ["evaluation.batch_size?"]),
+        (["target=tiny", "benchmark=tiny", "limit=abc"], ["limit=abc", "whole number"]),
+        (["target=tiny", "benchmark=tiny", "seed=x"], ["seed=x", "whole number"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.temperatures=0.0"], ["evaluation.temperatures=[0.0]"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.temperatures=[]"], ["temperatures=[]", "at least one"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.batch_size=0"], ["evaluation.batch_size=0", "at least 1"]),
+        (["checkpoint=torn", "benchmark=tiny"], ["torn/config.json is not JSON"]),
+        (["checkpoint=without", "benchmark=tiny"], ["without/config.json is missing", "target.path=without/target"]),
+        (["checkpoint=trained", "target=tiny", "benchmark=tiny"], ["leave target= out"]),
+        (["resume=sub"], ["conf/train.yaml", "conf/eval.yaml"]),
     ],
 )
 def test_bad_input_is_one_line(
@@ -121,11 +204,18 @@ def test_bad_input_is_one_line(
     args: list[str], words: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    for name, config in (("torn", "{"), ("without", "{}"), ("trained", '{"method": {}, "target": {}}')):
+        (tmp_path / name / "target").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(config)
+    (tmp_path / "sub" / ".hydra").mkdir(parents=True)
+    (tmp_path / "sub" / ".hydra" / "overrides.yaml").write_text("[]")
+    (tmp_path / "sub" / ".hydra" / "hydra.yaml").write_text("hydra: {job: {config_name: train}}")
     with pytest.raises(SystemExit) as exit_:
         run(*args)
     assert exit_.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1
+    assert lines[0].startswith("error: ")
     assert all(word in lines[0] for word in words)
 
 

@@ -34,6 +34,7 @@ def sample(batch: int, tokens: int, seconds: float) -> Sample:
         decoder="d",
         batch=batch,
         id=f"{batch}/{tokens}",
+        prompt_sha256="",
         text="",
         verdicts={},
         generation=Generation(tokens=[0] * tokens),
