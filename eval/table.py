@@ -96,7 +96,7 @@ def legend(rows: Sequence[Row]) -> str:
 def gate_note(check: Mapping[str, Any]) -> str:
     """How our AR loop stands against transformers' generate."""
     if check["trusted"] is None:
-        return f"{UNTRUSTED} AR was not compared with transformers' generate (evaluation.generate_prompts=0)"
+        return f"{UNTRUSTED} AR was not timed against transformers' generate (generate_prompts=0)"
     spread = f"{check['batches']} batches of {check['batch_size']}"
     if check["interval_95"] is not None:
         low, high = check["interval_95"]

@@ -115,7 +115,7 @@ def test_rows_and_table(target: Target, tmp_path: Path) -> None:
         target, tmp_path / "c.jsonl", evaluation(0.9, temperatures=[0.0], generate_prompts=0), Echo(PROMPTS[:2])
     )
     assert (check["trusted"], check["ar_over_generate"]) == (None, None)
-    assert "not compared" in gate_note(check)
+    assert "not timed" in gate_note(check)
 
 
 def test_a_benchmark_without_quality_shows_none(target: Target, tmp_path: Path) -> None:

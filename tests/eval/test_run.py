@@ -13,6 +13,7 @@ from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
 from dspec.models.target import embedded_target
 from eval.run import main
+from eval.samples import read_samples
 
 Run = Callable[..., Path]
 SMALL = [
@@ -61,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jacobi")
     target = embedded_target(dtype="float32", device="cpu")
     with torch.no_grad():
-        target.embed_tokens.weight.mul_(1.3)
+        target.model.get_decoder().layers[1].mlp.down_proj.weight.zero_()
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
     node = {"_target_": "dspec.models.target.embedded_target", "dtype": "float32", "device": "cpu"}
@@ -114,13 +115,11 @@ def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> Non
     base, ar, jacobi = results(folder).rows
     assert [row["method"] for row in (base, ar, jacobi)] == ["AR base", "AR", "JF, Jacobi"]
     assert jacobi["decoder"]["block_size"] == 5  # as it was trained
-    samples = {
-        s["decoder"]: s["tokens"] for s in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()[1:])
-    }
+    samples = {s.decoder: s.generation.tokens for s in read_samples(folder / "samples.jsonl")}
     alone = run("target=tiny", "benchmark=tiny", *ONE, name="alone")
-    (only,) = map(json.loads, (alone / "samples.jsonl").read_text().splitlines()[1:])
-    assert samples["base_autoregressive"] == only["tokens"]
-    assert samples["autoregressive"] == samples["jacobi_single"] != only["tokens"]
+    (only,) = read_samples(alone / "samples.jsonl")
+    assert samples["base_autoregressive"] == only.generation.tokens
+    assert samples["autoregressive"] == samples["jacobi_single"] != only.generation.tokens
 
 
 def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path) -> None:
@@ -148,9 +147,10 @@ def test_a_folder_alone_resumes_and_its_limit_grows(run: Run, capsys: pytest.Cap
 
 def test_what_a_killed_run_leaves(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """results.json has the benchmarks that were done and says that it is not complete."""
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
+    with monkeypatch.context() as patch:
         patch.setattr("eval.benchmarks.embedded.Functions.score", lambda *_: {}["killed"])
-        run("target=tiny", "benchmark=tiny", *SMALL, "limit=1")
+        with pytest.raises(KeyError):
+            run("target=tiny", "benchmark=tiny", *SMALL, "limit=1")
     left = results(tmp_path / "run")
     assert [row["benchmark"] for row in left.rows] == ["problems", "problems_unseen"]
     assert left.run["complete"] is False
