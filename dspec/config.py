@@ -128,7 +128,10 @@ def composed(base: str, overrides: Sequence[str]) -> DictConfig:
     """conf/<base>.yaml with `overrides`, for a program whose command line is not Hydra's."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(base, overrides=list(overrides))
+        try:
+            cfg = compose(base, overrides=list(overrides))
+        except ConfigCompositionException as error:
+            raise _mistyped(error, overrides, config=base) or error from error
     check_keys(cfg, base=base)
     check_values(cfg)
     return cfg

@@ -8,7 +8,7 @@ amount to is eval/rows.py.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ BASELINE = "autoregressive"
 BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
 Prompts = list[tuple[Item, list[int]]]
 Check = dict[str, Any]
+T = TypeVar("T")
 Grown = Callable[[list[Row], Check], None]
 
 
@@ -206,7 +207,7 @@ class Evaluation:
             meter.phase(f"{name} T={temperature:g}")
         for number, batch in enumerate(batches, first):
             samples: dict[str, list[Sample]] = {}
-            for key in _rotated(list(decoders), number):
+            for key in rotated(list(decoders), number):
                 generations, seconds = timed(target, lambda d=decoders[key], b=batch: decode(d, b))  # type: ignore[misc]
                 samples[key] = []
                 for (item, ids), generation in zip(batch, generations, strict=True):
@@ -269,10 +270,10 @@ def _data(benchmark: Benchmark) -> dict[str, Any]:
     return {key: source.get(key) for key in ("sha256", "prompt")}
 
 
-def _rotated(keys: Sequence[str], by: int) -> list[str]:
-    """Each in turn goes first: what a decoder pays for following another evens out."""
-    at = by % len(keys)
-    return [*keys[at:], *keys[:at]]
+def rotated(order: Sequence[T], by: int) -> list[T]:
+    """Each in turn goes first: what one pays for following another evens out."""
+    at = by % len(order)
+    return [*order[at:], *order[:at]]
 
 
 def encode(target: Target, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> list[int]:
