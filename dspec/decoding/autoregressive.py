@@ -52,9 +52,9 @@ class Autoregressive:
             with span("sampling"):
                 state.anchors_B = next_tokens(logits, self.sampling, state.streams)
             for i, generation in enumerate(live):
+                generation.positions_computed += 1
                 if not generation.done(limits):
                     generation.emit([state.anchors_B[i]], limits)
                     generation.forwards += 1
-                    generation.positions_computed += 1
                     state.lengths_B[i] += 1
         return state.generations
