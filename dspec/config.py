@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -51,6 +52,14 @@ def register() -> None:
         group = "/".join(("recipe", *path.relative_to(recipes).parts[:-1]))
         store.store(group=group, name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("choices", _choices, replace=True)
+
+
+def _choices(*groups: str) -> str:
+    """For --help: the choices of these groups, a line each."""
+    names = ((group, sorted(path.stem for path in (CONF / group).glob("*.yaml"))) for group in groups)
+    lines = (f"{group:<15} {', '.join(found)}" for group, found in names)
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent=" " * 16) for line in lines)
 
 
 def _run_dir(resume: str | None, recipe: str | None) -> str:

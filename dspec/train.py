@@ -99,7 +99,7 @@ def train(cfg: DictConfig) -> None:
         settings=plain | {"resume": None},
         grown=lambda rows, check: write_json(run_dir / "results.json", results(rows, check, complete=False)),
     )
-    report(results=results(rows, check, complete=True), history=history.rows, run_dir=run_dir)
+    report(results=results(rows, check, complete=True), history=history.rows, run_dir=run_dir, logger=trainer.logger)
 
 
 main = entry_point(config="train")(train)

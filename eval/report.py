@@ -1,5 +1,7 @@
 """From results to what a person sees: results.json, tables, plots, the model card."""
 
+import csv
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,15 @@ _FEWEST = 20  # rounds that reach a slot, for its acceptance to be drawn
 class Report:
     """Writes results.json, table.md, table.csv and the plots into the run folder and prints the table."""
 
-    def __call__(self, *, results: dict[str, Any], history: Sequence[dict[str, float]], run_dir: Path) -> None:
+    def __call__(
+        self,
+        *,
+        results: dict[str, Any],
+        history: Sequence[dict[str, float]],
+        run_dir: Path,
+        logger: object = None,
+    ) -> None:
+        """`logger` is the run's Lightning logger; W&B's gets the config, the rows and the plots, too."""
         write_json(run_dir / "results.json", results)
         rows, check = results["rows"], results["run"]["ar_check"]
         note = gate_note(check)
@@ -32,6 +42,8 @@ class Report:
             plot_reliability(results["calibration"], plots / "reliability.png")
             before, after = (100 * results["calibration"][f"mean_ece_{when}"] for when in ("before", "after"))
             shown.append(f"STS: mean ECE over slots {before:.1f} % before, {after:.1f} % after (held-out report split)")
+        if logger is not None:
+            _track(logger, results, sorted(plots.glob("*.png")))
         shown.append(f"results, tables and plots: {run_dir}")
         Console().print("\n".join(shown), markup=False, highlight=False, soft_wrap=True)
 
@@ -70,6 +82,18 @@ def drawn_acceptance(acceptance: dict[str, Any]) -> list[float]:
     is a spike, no finding."""
     pairs = zip(acceptance["conditional"], acceptance["reached"], strict=True)
     return [share if reached >= _FEWEST else math.nan for share, reached in pairs]
+
+
+def _track(logger: object, results: dict[str, Any], plots: Sequence[Path]) -> None:
+    from lightning.pytorch.loggers import WandbLogger  # heavy, and no evaluation without a logger needs it
+
+    if not isinstance(logger, WandbLogger):
+        return
+    logger.log_hyperparams(results["run"]["config"])
+    header, *lines = csv.reader(io.StringIO(as_csv(results["rows"], trusted=results["run"]["ar_check"]["trusted"])))
+    logger.log_table("rows", columns=header, data=lines)
+    if plots:
+        logger.log_image("plots", [str(path) for path in plots], caption=[path.stem for path in plots])
 
 
 def _write(path: Path, text: str) -> None:

@@ -24,7 +24,8 @@ def evaluate(cfg: DictConfig) -> None:
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     done = measure(cfg, run_dir)
-    instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir)
+    logger = instantiate(cfg.get("logger"))  # now: the label, after which it may be called, is known
+    instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir, logger=logger)
 
 
 main = entry_point(config="eval")(evaluate)

@@ -1,6 +1,7 @@
 """python -m eval.run: what it takes, what it leaves, and how it refuses."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dspec.config import ROOT
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
 from dspec.models.target import embedded_target
@@ -226,3 +228,26 @@ def test_missing_data_names_the_path_that_was_tried(
     with pytest.raises(SystemExit):
         run("target=tiny", "benchmark=gsm8k")
     assert str(tmp_path / "data" / "gsm8k_test.jsonl") in capsys.readouterr().err
+
+
+def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("--help")
+    assert not exit_.value.code
+    text = capsys.readouterr().out
+    choices = text.split("== Config ==")[0]
+    assert "prompt_lookup" in choices
+    assert "gsm8k" in choices
+    assert "trainer" not in choices  # nor any other group of the training job
+    assert "generate_prompts" in choices  # what a key means
+
+
+def test_a_mistake_needs_no_torch() -> None:
+    """What is refused before torch is imported is refused at once."""
+    for argument in ("limit=abc", "limt=5", "checkpoint=/no/such"):
+        code = (
+            f"import sys; sys.argv = ['eval.run', 'target=tiny', 'benchmark=tiny', '{argument}']\n"
+            "from eval.run import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
+            "    assert stop.code == 2 and 'torch' not in sys.modules, stop.code"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)

@@ -2,8 +2,13 @@
 
 import csv
 import io
+import math
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from eval.report import Report, drawn_acceptance
 from eval.table import as_csv, gate_note, legend, markdown, table
 
 
@@ -59,3 +64,40 @@ def test_markdown_and_csv_hold_every_row() -> None:
     read = list(csv.DictReader(io.StringIO(as_csv(rows, trusted=True))))
     assert [r["method"] for r in read] == ["AR", "ours, a|b"]
     assert (read[1]["speedup"], read[1]["quality_low"], read[1]["tpf_low"]) == ("1.74", "0.786", "")
+
+
+def test_wandb_gets_config_rows_and_plots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import WandbLogger
+
+    seen: dict[str, Any] = {}
+
+    class Recorded(WandbLogger):
+        def __init__(self) -> None:
+            pass
+
+        def log_hyperparams(self, params: Any) -> None:
+            seen["config"] = params
+
+        def log_table(self, key: str, columns: Any = None, data: Any = None, **_: Any) -> None:
+            seen[key] = [dict(zip(columns, line, strict=True)) for line in data]
+
+        def log_image(self, key: str, images: Any, **_: Any) -> None:
+            seen[key] = [Path(image).name for image in images]
+
+    accepted = {"conditional": [0.8, 1.0], "reached": [40, 3], "prefix_survival": [0.8, 0.8], "counted": [40, 40]}
+    check = {"trusted": True, "ar_over_generate": 1.0, "interval_95": None, "batches": 2, "batch_size": 1, "floor": 0.9}
+    results = {
+        "run": {"config": {"seed": 3}, "ar_check": check}, "calibration": None,
+        "rows": [made("AR", acceptance=None), made("ours", acceptance=accepted)],
+    }  # fmt: skip
+    Report()(results=results, history=[], run_dir=tmp_path, logger=Recorded())
+    assert seen["config"] == {"seed": 3}
+    assert [row["method"] for row in seen["rows"]] == ["AR", "ours"]
+    assert seen["plots"] == ["acceptance_T0.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "table.md", "table.csv", "plots"}
+
+
+def test_slots_that_hardly_a_round_reached_are_not_drawn() -> None:
+    shares = drawn_acceptance({"conditional": [0.7, 0.6, 1.0, None], "reached": [90, 20, 19, 0]})
+    assert shares[:2] == [0.7, 0.6]
+    assert all(map(math.isnan, shares[2:]))
