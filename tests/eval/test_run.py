@@ -1,6 +1,7 @@
 """python -m eval.run: what it takes, what it leaves, and how it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,12 +243,13 @@ def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFix
     assert "generate_prompts" in choices  # what a key means
 
 
-def test_a_mistake_needs_no_torch() -> None:
+def test_a_mistake_needs_no_torch(tmp_path: Path) -> None:
     """What is refused before torch is imported is refused at once."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for argument in ("limit=abc", "limt=5", "checkpoint=/no/such"):
         code = (
             f"import sys; sys.argv = ['eval.run', 'target=tiny', 'benchmark=tiny', '{argument}']\n"
             "from eval.run import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
             "    assert stop.code == 2 and 'torch' not in sys.modules, stop.code"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path, env=environment)
