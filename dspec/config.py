@@ -1,11 +1,14 @@
 """Composition of a run's config: recipes as a Hydra group, strict keys, and errors in one line with exit code 2."""
 
+import difflib
 import functools
 import os
+import re
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,25 @@ import hydra
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException, HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dspec.errors import UserError
+
+# Leaves (by name, or path) that hold whole numbers, and their least value; None: any.
+_WHOLE: dict[str, int | None] = {
+    "seed": None,
+    "limit": 1,
+    "count": 1,
+    "batch_size": 1,
+    "max_new_tokens": 1,
+    "evaluation.warmup": 0,
+    "evaluation.generate_prompts": 0,
+}
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -37,6 +54,14 @@ def register() -> None:
         store.store(group=group, name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("limit_or", _limit_or, replace=True)
+    OmegaConf.register_new_resolver("choices", _choices, replace=True)
+
+
+def _choices(*groups: str) -> str:
+    """For --help: the choices of these groups, a line each."""
+    names = ((group, sorted(path.stem for path in (CONF / group).glob("*.yaml"))) for group in groups)
+    lines = (f"{group:<15} {', '.join(found)}" for group, found in names)
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent=" " * 16) for line in lines)
 
 
 def _run_dir(resume: str | None, recipe: str | None) -> str:
@@ -84,7 +109,7 @@ def _keys(base: str) -> set[str]:
             continue
         for entry in value:
             if isinstance(entry, dict):
-                found.add(next(iter(entry)))
+                found.add(next(iter(entry)).removeprefix("override ").split("/")[0])
             elif entry != "_self_":
                 found |= _keys(entry)
     return found
@@ -92,17 +117,65 @@ def _keys(base: str) -> set[str]:
 
 def check_keys(cfg: DictConfig, *, base: str) -> None:
     """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
-    known = _keys(base)
-    if unknown := sorted(set(map(str, cfg)) - known):
-        raise UserError(f"unknown key {', '.join(unknown)}; the config has: {', '.join(sorted(known - {'recipe'}))}")
+    known = _keys(base) - {"recipe", "hydra"}
+    if unknown := sorted(set(map(str, cfg)) - known - {"recipe", "hydra"}):
+        raise UserError(
+            f"unknown key {', '.join(unknown)}{_nearest(unknown[0], known)}; the config has: {', '.join(sorted(known))}"
+        )
+
+
+def check_values(cfg: DictConfig) -> None:
+    """Raises UserError for a value whose key's name says what it must be (whole numbers, temperatures)."""
+    if cfg.get("seed", 0) is None:
+        raise UserError("seed=null: a run needs a whole number, such as seed=0")
+    for path, value in _leaves(OmegaConf.to_container(cfg, resolve=False)):
+        name = path.rpartition(".")[2]
+        if isinstance(value, str) and "${" in value:
+            continue  # what it refers to is looked at where it stands
+        if name in _WHOLE or path in _WHOLE:
+            _check_whole(path, name, value)
+        elif name == "temperatures":
+            _check_temperatures(path, value)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _check_whole(path: str, name: str, value: Any) -> None:
+    least = _WHOLE[name if name in _WHOLE else path]
+    whole = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+    if not whole and not (value is None and name in ("seed", "limit")):  # null: not drawn; all
+        least_of = "" if least is None else f" of at least {least}"
+        raise UserError(f"{path}={value} must be a whole number{least_of}{' (null: all)' if name == 'limit' else ''}")
+
+
+def _check_temperatures(path: str, value: Any) -> None:
+    numbers = value if isinstance(value, list) else []
+    if not numbers or any(isinstance(t, bool) or not isinstance(t, int | float) or t < 0 for t in numbers):
+        example = f"[{value}]" if isinstance(value, int | float) else "[0.0,1.0]"
+        raise UserError(f"{path}={value} must be a list of at least one temperature, 0 or above: {path}={example}")
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(key, list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def composed(base: str, overrides: Sequence[str]) -> DictConfig:
     """conf/<base>.yaml with `overrides`, for a program whose command line is not Hydra's."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose(base, overrides=list(overrides))
+        try:
+            cfg = compose(base, overrides=list(overrides))
+        except ConfigCompositionException as error:
+            raise _mistyped(error, overrides, config=base) or error from error
     check_keys(cfg, base=base)
+    check_values(cfg)
     return cfg
 
 
@@ -139,21 +212,69 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(2)
 
 
-def _check_resume(args: Sequence[str]) -> None:
-    """Hydra would make the folder that is not there before anything else looks at it."""
-    for folder in [arg.removeprefix("resume=") for arg in args if arg.startswith("resume=")]:
-        if folder not in ("", "null") and not Path(folder).is_dir():
-            raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
+def _key(override: str) -> str:
+    """What an override sets: `seed` of "seed=1", `target` of "+target=tiny"."""
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def _resumed(args: Sequence[str], *, config: str) -> list[str]:
+    """The arguments, before them those that the run to resume was started with: `resume=<folder>` alone is enough.
+
+    Raises UserError for a folder that is not there (Hydra would make it) or that another program's run wrote.
+    """
+    folders = [arg.removeprefix("resume=") for arg in args if arg.startswith("resume=")]
+    if not folders or folders[-1] in ("", "null"):
+        return list(args)
+    folder = Path(folders[-1])
+    if not folder.is_dir():
+        raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
+    if not (folder / ".hydra" / "overrides.yaml").is_file():
+        return list(args)
+    own = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text("utf-8"))["hydra"]["job"]["config_name"]
+    if own != config:
+        raise UserError(f"{folder} is a run of conf/{own}.yaml: it cannot be resumed under conf/{config}.yaml")
+    stored = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text("utf-8")) or []
+    given = {_key(arg) for arg in args}
+    # .hydra keeps the first command: one that is refused must not take its place
+    return [*(old for old in stored if _key(old) not in given), *args, "hydra.output_subdir=null"]
+
+
+def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config: str) -> UserError | None:
+    """Hydra's advice for a key that is not there is to append it; ours is the nearest key that is there."""
+    found = re.search(r"Could not override '([^']+)'", str(error))
+    if found is None:
+        return None
+    path, _, name = found[1].rpartition(".")
+    rest = [a for a in args if not a.startswith("-") and _key(a) != found[1]]
+    try:
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            node = OmegaConf.select(compose(config, overrides=rest), path) if path else dict.fromkeys(_keys(config))
+    except (HydraException, OmegaConfBaseException):
+        return None
+    known = [str(key) for key in node] if isinstance(node, DictConfig | dict) else []
+    match = difflib.get_close_matches(name, known, n=1)
+    prefix = f"{path}." if path else ""
+    if match:
+        return UserError(f"unknown key {found[1]}: did you mean {prefix}{match[0]}?")
+    there = ", ".join(prefix + key for key in sorted(known))
+    return UserError(f"unknown key {found[1]}; there is {there}") if known else None
 
 
 def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Decorates a task function as a Hydra app on conf/<config>.yaml; user errors end it with exit code 2."""
+    """Decorates a task function as a Hydra app on conf/<config>.yaml; user errors end it with exit code 2.
+
+    Keys and values are looked at before the task runs: a task that imports torch itself answers a mistake at once.
+    """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> None:
-            check_keys(cfg, base=config)
-            task(cfg)
+            # a sweep goes on with its other jobs: Hydra keeps the error till then
+            with nullcontext() if HydraConfig.get().mode == RunMode.MULTIRUN else one_line_errors():
+                check_keys(cfg, base=config)
+                check_values(cfg)
+                task(cfg)
 
         @functools.wraps(task)
         def main() -> None:
@@ -163,8 +284,12 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
                 os.environ.pop(_STARTED, None)
             with one_line_errors():
                 register()
-                _check_resume(sys.argv[1:])
-                hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(guarded)()
+                args = _resumed(sys.argv[1:], config=config)
+                sys.argv = [sys.argv[0], *args]
+                try:
+                    hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(guarded)()
+                except ConfigCompositionException as error:
+                    raise _mistyped(error, args, config=config) or error from error
 
         return main
 

@@ -1,130 +1,23 @@
 """The main job: train a method, calibrate it, evaluate it beside its baselines, and report.
 
     python -m dspec.train recipe=dspark
-    python -m dspec.train recipe=dspark resume=runs/dspark/<time>
+    python -m dspec.train resume=runs/dspark/<time>
 
-Stages: train -> export -> calibrate -> export with temperatures -> evaluate -> report. It wires what the config names.
+The work is dspec/stages.py's, imported once the config has been looked at: a mistake is answered before torch loads.
 """
 
-import logging
-import warnings
-from pathlib import Path
-from typing import Any
+from omegaconf import DictConfig
 
-import lightning as L
-import torch
-from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
-from transformers.utils.logging import disable_progress_bar
-
-from dspec.atomic import write_json
-from dspec.config import entry_point, instantiate
-from dspec.errors import UserError
-from dspec.lit_module import LitModule
-from dspec.method import Method
-from dspec.models.draft import Draft
-from dspec.models.target import Target
-from dspec.provenance import provenance
-from dspec.training import (
-    AtomicCheckpointIO,
-    FinalCheckpoint,
-    History,
-    check_same_config,
-    check_trainer,
-    portable,
-    resume_checkpoint,
-)
-
-log = logging.getLogger(__name__)
+from dspec.config import entry_point
 
 
-def quiet() -> None:
-    """Keeps the terminal for the progress bar and the table."""
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "httpx", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    for module in ("torchdata", "lightning"):  # deprecations inside the libraries
-        warnings.filterwarnings("ignore", module=module)
-    disable_progress_bar()  # transformers' bar over weight files
+def _task(cfg: DictConfig) -> None:
+    from dspec.stages import train
+
+    train(cfg)
 
 
-def train(cfg: DictConfig) -> None:
-    """One run in Hydra's run folder; each stage leaves its artefact there before the next one begins."""
-    quiet()
-    choices = HydraConfig.get().runtime.choices
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    if cfg.resume is not None:
-        check_same_config(run_dir, plain)
-    torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
-
-    target: Target = instantiate(cfg.target)
-    dtype = target.dtype  # as it is decoded and shipped; in training a method may hold wider weights
-    data = instantiate(cfg.data, target=target)
-    draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
-    parts: dict[str, Target | Draft] = {"target": target} if draft is None else {"target": target, "draft": draft}
-    method: Method = instantiate(cfg.method, **parts)
-    calibrate = instantiate(cfg.calibration)
-    contenders, benchmarks = instantiate(cfg.decoder), instantiate(cfg.benchmark)
-    evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
-    if calibrate is not None:
-        calibrate.check(draft)
-    evaluation.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
-    history = History()
-    trainer: L.Trainer = instantiate(
-        cfg.trainer,
-        default_root_dir=str(run_dir),
-        callbacks=[*instantiate(cfg.callbacks).values(), history, FinalCheckpoint(run_dir)],
-        logger=instantiate(cfg.logger),
-        plugins=[AtomicCheckpointIO()],
-    )
-    check_trainer(trainer, method)
-    rank_zero_only(write_json)(run_dir / "config.json", portable(plain, run_dir))
-
-    log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
-    method.to(trainer.strategy.root_device)  # responses are written there, too
-    module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
-    trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)
-    if not trainer.is_global_zero:
-        return
-    if trainer.interrupted:
-        raise UserError(f"interrupted; go on with the same command and resume={run_dir}")
-    torch.use_deterministic_algorithms(False)  # what follows is timed
-    method.finish()
-    for part in parts.values():  # Lightning has left them on the CPU
-        part.eval().to(device=trainer.strategy.root_device, dtype=dtype)
-
-    run = provenance(
-        seed=cfg.seed, dtype=str(dtype).removeprefix("torch."), config=plain, prompt_policy=data.prompt_policy
-    )
-    card = report.card(target=target.name, run=run, command=choices["recipe"])
-    if draft is not None:
-        draft.prompt_policy = data.prompt_policy
-    method.export(run_dir, card=card)
-    calibration = None
-    if draft is not None and calibrate is not None:
-        prompts = [ids for _, ids in data.encoded("calibration")]
-        calibration = calibrate(
-            target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids, artefact=run_dir / "calibration.json"
-        )
-        method.export(run_dir, card=card)  # with its temperatures
-    rows, check = evaluation(
-        target=target,
-        draft=draft,
-        contenders=contenders,
-        benchmarks=benchmarks,
-        policy=data.policy,
-        stop_ids=target.stop_ids,
-        samples=run_dir / "samples.jsonl",
-        settings=portable(plain | {"resume": None}, run_dir),
-    )
-    sources = {name: benchmark.source() for name, benchmark in benchmarks.items()}
-    results = {"run": run | {"ar_check": check, "benchmarks": sources}, "rows": rows, "calibration": calibration}
-    report(results=results, history=history.rows, run_dir=run_dir)
-
-
-main = entry_point(config="train")(train)
+main = entry_point(config="train")(_task)
 
 if __name__ == "__main__":
     main()

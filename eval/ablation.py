@@ -4,10 +4,10 @@
         method/schedule=random,progressive,reverse method.window=null
     python -m eval.ablation runs/sweep/<time>/*/
 
-Reads results.json of each run; quality and passes are pooled over the benchmarks' prompts, under one decoder.
+Reads results.json of each run; quality and passes are pooled over the benchmarks' prompts, under one decoder, each
+temperature by itself.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,39 +18,43 @@ from rich.table import Table
 
 from dspec.config import one_line_errors
 from dspec.errors import UserError
+from eval.results import read_results
 
 DECODER = "jacobi_single"
 
 
 def ablation(folders: Sequence[Path], *, decoder: str) -> Table:
-    """A line a run: schedule, accuracy and passes a token of `decoder`, and the same of the base.
+    """A line a run and temperature: schedule, accuracy and passes a token of `decoder`, and the same of the base.
 
-    Raises UserError for a folder without results, or whose results lack that decoder.
+    Raises UserError for a folder without results, whose run trained without a schedule, or that lack that decoder.
     """
     table = Table(title=f"noise schedules, decoder {decoder}", title_justify="left")
-    for column in ("schedule", "mask window", "acc.", "passes/token", "base acc.", "base passes/token"):
+    for column in ("schedule", "mask window", "T", "acc.", "passes/token", "base acc.", "base passes/token"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for folder in folders:
-        path = folder / "results.json"
-        if not path.is_file():
-            raise UserError(f"no results in {folder}: give folders of finished runs")
-        results = json.loads(path.read_text(encoding="utf-8"))
-        method = results["run"]["config"]["method"]
-        own, base = (_pooled(results["rows"], name, path) for name in (decoder, f"base_{decoder}"))
+        results = read_results(folder)
+        method = results["run"]["config"].get("method")
+        if not isinstance(method, dict) or "schedule" not in method or "window" not in method:
+            raise UserError(f"{folder} is no training run with a noise schedule: give runs of recipe=jacobi_forcing")
+        schedule = (method["schedule"] or {}).get("_target_", "none").rpartition(".")[2]
         window = "–" if method["window"] is None else str(method["window"])
-        table.add_row(method["schedule"]["_target_"].rpartition(".")[2], window, *own, *base)
+        for temperature in sorted({row["decoder"]["temperature"] for row in results["rows"]}):
+            rows = [row for row in results["rows"] if row["decoder"]["temperature"] == temperature]
+            own, base = (_pooled(rows, name, folder) for name in (decoder, f"base_{decoder}"))
+            table.add_row(schedule, window, f"{temperature:g}", *own, *base)
     return table
 
 
-def _pooled(rows: Sequence[dict[str, Any]], decoder: str, path: Path) -> tuple[str, str]:
+def _pooled(rows: Sequence[dict[str, Any]], decoder: str, folder: Path) -> tuple[str, str]:
     """Accuracy and passes a token over all benchmarks; the prefill's token and pass are left out."""
     own = [row for row in rows if row["decoder"]["name"] == decoder]
     if not own:
-        raise UserError(f"{path} has no decoder {decoder}: run the recipe with it")
-    right, prompts = sum(row["quality"] * row["n"] for row in own), sum(row["n"] for row in own)
+        raise UserError(f"{folder} has no decoder {decoder}: run the recipe with it")
+    judged = [row for row in own if row["quality"] is not None]
+    right, prompts = sum(row["quality"] * row["n"] for row in judged), sum(row["n"] for row in judged)
     tokens = sum(row["tokens"] - row["n"] for row in own)
     passes = sum(row["nfe"] - row["nfe_prefill"] for row in own)
-    return f"{100 * right / prompts:.1f}", f"{passes / tokens:.3f}"
+    return f"{100 * right / prompts:.1f}" if prompts else "–", f"{passes / tokens:.3f}" if tokens else "–"
 
 
 def main() -> None:

@@ -34,11 +34,13 @@ def round_profile(
     prompts: Sequence[Sequence[int]],
     *,
     device: torch.device,
+    batch_size: int,
     max_new_tokens: int,
     stop_ids: Sequence[int],
     seeds: Sequence[int],
 ) -> Line:
-    """Milliseconds of a round (of plain AR: of a token) by span, prompt by prompt, the prefill left out.
+    """Milliseconds of a prompt's round (of plain AR: of a token) by span, the prefill left out: in batches of
+    `batch_size`, whose rows share a pass, it is the row's share of the pass.
 
     `spans` were timed with a barrier at both ends of each; `between spans` is what the rounds took beyond them: the
     host's own work. `unsynchronised` is a round without any barrier; where a GPU runs ahead of its host it is less
@@ -49,8 +51,11 @@ def round_profile(
         clock = Profile(device)
         start = clock.now()
         generations = [
-            decoder.decode([ids], max_new_tokens=limit, stop_ids=stop_ids, seeds=[seed])[0]
-            for ids, seed in zip(prompts, seeds, strict=True)
+            generation
+            for i in range(0, len(prompts), batch_size)
+            for generation in decoder.decode(
+                prompts[i : i + batch_size], max_new_tokens=limit, stop_ids=stop_ids, seeds=seeds[i : i + batch_size]
+            )
         ]
         return generations, clock.now() - start
 
@@ -180,7 +185,8 @@ def _check_lengths(target: Target, tokens: Sequence[int], contexts: Sequence[int
 def achieved_over_ideal(tau: float, speedup: float, baseline: Line, profile: Line) -> Line:
     """The speedup that models alone would allow, tau * T_ar / (T_draft + T_verify), and how much of it was reached.
 
-    T_ar is plain AR's pass with its LM head; `baseline` and `profile` come from `round_profile`.
+    T_ar is plain AR's pass with its LM head; `baseline` and `profile` come from `round_profile` at the batch size of
+    `speedup`: times a row.
     """
     ar = sum(baseline["spans"][name] for name in VERIFIES)
     verify = sum(profile["spans"][name] for name in VERIFIES)
@@ -205,8 +211,9 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
 
 
 def speeds(samples: Sequence[Sample], *, price_per_hour: float | None) -> Line:
-    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), mean seconds a
-    batch takes, and the price of a million tokens, in the currency of `price_per_hour`."""
+    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds a sample
+    (all seconds over all samples) and the mean seconds that a batch takes, and the price of a million tokens, in the
+    currency of `price_per_hour`."""
     batches: dict[int, list[Sample]] = {}
     for sample in samples:
         batches.setdefault(sample.batch, []).append(sample)
@@ -218,6 +225,7 @@ def speeds(samples: Sequence[Sample], *, price_per_hour: float | None) -> Line:
         "average": average,
         "max": rates[0],
         "top10": statistics.fmean(rates[:10]),
+        "seconds_per_sample": sum(seconds) / len(samples),
         "latency": statistics.fmean(seconds),
         "price_per_million": None if price_per_hour is None else price_per_hour / 3600 / average * 1e6,
     }

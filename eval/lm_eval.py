@@ -1,6 +1,6 @@
 """lm-evaluation-harness with our decoders: its own command line, one more model, and tasks that need no Hub.
 
-    python -m eval.lm_eval --model dspec --model_args checkpoint=<run dir>,decoder=speculative --tasks gsm8k
+    python -m eval.lm_eval --model dspec --model_args checkpoint=<run dir>,decoder=speculative --tasks dspec_gsm8k
     python -m eval.lm_eval --model dspec --model_args target=smollm2_135m --tasks dspec_gsm8k,dspec_humaneval --limit 20
 
 model_args are keys of conf/eval.yaml (target, checkpoint, decoder, label, seed, ...), plus batch_size. The tasks of
@@ -9,6 +9,7 @@ eval/tasks (dspec_*) read $DSPEC_DATA where it is set. tpf, tau and nfe of each 
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +24,8 @@ def main() -> None:
     with one_line_errors():
         if importlib.util.find_spec("lm_eval") is None:
             raise UserError('lm-eval is not installed: run `pip install -e ".[lm-eval]"`')
+        if any(arg.partition("=")[0] == "--device" for arg in sys.argv[1:]):
+            raise UserError("--device is not read: say target.device=... in --model_args, beside target=<name>")
         _lm_eval()
 
 
@@ -40,6 +43,11 @@ def _lm_eval() -> None:
         args.include_path = [str(TASKS), *([args.include_path] if args.include_path else [])]
     try:
         cli.execute(args)
+    except ConnectionError as error:  # the data sets library's, for a task of lm-eval's own
+        raise UserError(
+            f"{error}: lm-eval's own tasks read their data from the Hub; without a network take those of eval/tasks, "
+            "such as --tasks dspec_gsm8k with DSPEC_DATA=<folder>"
+        ) from error
     except ValueError as error:
         if _raised_in(error.__traceback__) != _CHECKS:
             raise

@@ -21,7 +21,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from eval.rows import acceptance, counts
-from eval.run import load_subject
+from eval.subject import load_subject
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class DspecLM(TemplateLM):
     """A target with one of our decoders, as lm-eval sees a model."""
 
     def __init__(self, *, batch_size: int | str = 1, device: object = None, **args: Any) -> None:
-        """`args` are overrides of conf/eval.yaml. lm-eval's `device` (cuda by default) is passed over: the target's
-        config says where it runs (target.device=...)."""
+        """`args` are overrides of conf/eval.yaml. `device` is lm-eval's default, that of its command line is refused
+        (eval/lm_eval.py): the target's config says where it runs."""
         super().__init__()
         if wrong := [key for key in args if key.partition(".")[0] in _LM_EVALS_OWN]:
             instead = _LM_EVALS_OWN[wrong[0].partition(".")[0]]
@@ -45,7 +45,6 @@ class DspecLM(TemplateLM):
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
         self.subject = load_subject(cfg)
-        cfg.label = self.subject.label
         self._contender = next(iter(instantiate(cfg.decoder).values()))
         self.target, self.tokenizer, self.seed = self.subject.target, self.subject.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
@@ -150,18 +149,24 @@ class DspecLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        found = []
-        for key, context, continuation in track(requests, "scoring", disable=disable_tqdm):
-            if len(continuation) > self.max_length:
-                raise UserError(f"{len(continuation)} tokens to score do not fit the {self.max_length} positions")
-            ids = torch.tensor([[*context, *continuation][-(self.max_length + 1) :]], device=self.target.device)
-            n = len(continuation)
-            logits = self.target.logits(self.target(ids[:, :-1]).hidden_BLD)[0, -n:]
-            label = ids[0, -n:]
-            total = logits.log_softmax(-1, dtype=torch.float64).gather(-1, label[:, None]).sum()
-            found.append((float(total), bool((logits.argmax(-1) == label).all())))
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, found[-1])
+        found = [(0.0, False)] * len(requests)
+        rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in requests]
+        if longest := max((len(c) for *_, c in requests if len(c) > self.max_length), default=0):
+            raise UserError(f"{longest} tokens to score do not fit the {self.max_length} positions")
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # batches of like lengths
+        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        for batch in track(batches, "scoring", disable=disable_tqdm):
+            width = max(len(rows[i]) for i in batch) - 1
+            padded = [rows[i][:-1] + [0] * (width + 1 - len(rows[i])) for i in batch]
+            hidden_BLD = self.target(torch.tensor(padded, device=self.target.device)).hidden_BLD
+            for i, hidden_LD in zip(batch, hidden_BLD, strict=True):
+                n, end = len(requests[i][2]), len(rows[i]) - 1
+                logits = self.target.logits(hidden_LD[end - n : end])
+                label = torch.tensor(rows[i][-n:], device=self.target.device)
+                total = logits.log_softmax(-1, dtype=torch.float64).gather(-1, label[:, None]).sum()
+                found[i] = (float(total), bool((logits.argmax(-1) == label).all()))
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -50,13 +50,13 @@ def plot_loss(steps: Sequence[int], series: Mapping[str, Sequence[float]], path:
             _draw_loss(axes, label, [p for p in zip(steps, values, strict=True) if math.isfinite(p[1])], look)
         axes.set(title="Training loss", xlabel="optimizer step", ylabel="loss (mean per supervised token)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
+        _legend(figure, axes)
         _save(figure, path)
 
 
 def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
     """Conditional acceptance per slot, one line a label: the share of rounds whose token at slot k was accepted
-    among those whose slots 1..k-1 were. Rows may differ in length; NaN (slot never reached) leaves a gap."""
+    among those whose slots 1..k-1 were. Rows may differ in length; NaN (slot hardly ever reached) leaves a gap."""
     _check(rows, length=None)
     with rc_context(_STYLE):
         figure = _figure(7.0, 4.2)
@@ -70,7 +70,7 @@ def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
         axes.set_ylim(max(0.0, math.floor(lowest * 10 - 0.5) / 10), 1.005)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
+        _legend(figure, axes)
         _save(figure, path)
 
 
@@ -186,7 +186,7 @@ def plot_tau_by_position(curves: Mapping[str, Sequence[tuple[int, float]]], path
             axes.plot(starts, taus, color=colour, ls=dash, marker=marker, ms=5, lw=1.6, label=label)
         axes.set(title="tau along the answer", xlabel="tokens of the answer so far", ylabel="tokens per round")
         axes.set_ylim(bottom=1.0)
-        axes.legend(fontsize=8)
+        _legend(figure, axes)
         _save(figure, path)
 
 
@@ -241,6 +241,15 @@ def _check(series: Mapping[str, Sequence[float]], *, length: int | None) -> None
             raise ValueError(f"{label}: {len(values)} values for {length} steps")
     if not any(math.isfinite(value) for values in series.values() for value in values):
         raise ValueError("nothing to plot: no finite value in any series")
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Below the panel, never over a curve; two columns of labels that may be long."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 2 if len(labels) > 1 and max(map(len, labels)) > 12 else min(4, len(labels))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.18 * -(-len(labels) // columns))
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -1,40 +1,51 @@
-"""From results to what a person sees: results.json, the terminal table, the plots, the model card."""
+"""From results to what a person sees: results.json, tables, plots, the model card."""
 
+import csv
+import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from dspec.atomic import write_json
+from dspec.atomic import atomic_file, write_json
 from eval.plots import plot_acceptance, plot_loss, plot_reliability
+from eval.table import as_csv, gate_note, legend, markdown, table
 
 Rows = Sequence[dict[str, Any]]
+_FEWEST = 20  # rounds that reach a slot, for its acceptance to be drawn
 
 
 class Report:
-    """Writes results.json and the plots into the run folder and prints the table."""
+    """Writes results.json, table.md, table.csv and the plots into the run folder and prints the table."""
 
-    def __call__(self, *, results: dict[str, Any], history: Sequence[dict[str, float]], run_dir: Path) -> None:
+    def __call__(
+        self,
+        *,
+        results: dict[str, Any],
+        history: Sequence[dict[str, float]],
+        run_dir: Path,
+        logger: object = None,
+    ) -> None:
+        """`logger` is the run's Lightning logger; W&B's gets the config, the rows and the plots, too."""
         write_json(run_dir / "results.json", results)
+        rows, check = results["rows"], results["run"]["ar_check"]
+        note = gate_note(check)
+        _write(run_dir / "table.md", f"{markdown(rows, trusted=bool(check['trusted']))}\n{legend(rows)}\n{note}\n")
+        _write(run_dir / "table.csv", as_csv(rows, trusted=check["trusted"]))
         plots = run_dir / "plots"
         _loss(history, plots / "loss.png")
-        _acceptance(results["rows"], plots)
+        _acceptance(rows, plots)
+        shown = [table(rows, trusted=bool(check["trusted"])), "", legend(rows), note]
         if results["calibration"] is not None:
             plot_reliability(results["calibration"], plots / "reliability.png")
-        console = Console()
-        console.width = max(console.width, 120)  # a log file has room too
-        console.print(table(results["rows"]))
-        check = results["run"]["ar_check"]
-        note = f"AR runs at {check['ar_over_generate']:.2f}x the speed of transformers' generate"
-        console.print(note if check["trusted"] else f"{note}, below {check['floor']}: no speedup is shown")
-        if results["calibration"] is not None:
             before, after = (100 * results["calibration"][f"mean_ece_{when}"] for when in ("before", "after"))
-            console.print(
-                f"STS: mean ECE over slots {before:.1f} % before, {after:.1f} % after (held-out report split)"
-            )
-        console.print(f"results, plots and checkpoint: {run_dir}", soft_wrap=True)
+            shown.append(f"STS: mean ECE over slots {before:.1f} % before, {after:.1f} % after (held-out report split)")
+        if logger is not None:
+            _track(logger, results, sorted(plots.glob("*.png")))
+        shown.append(f"results, tables and plots: {run_dir}")
+        Console().print("\n".join(shown), markup=False, highlight=False, soft_wrap=True)
 
     def card(self, *, target: str, run: dict[str, Any], command: str | None) -> str:
         """The README.md of an exported checkpoint."""
@@ -58,44 +69,33 @@ def _loss(history: Sequence[dict[str, float]], path: Path) -> None:
 def _acceptance(rows: Rows, folder: Path) -> None:
     for temperature in sorted({row["decoder"]["temperature"] for row in rows}):
         curves = {
-            f"{row['method']} – {row['benchmark']}": [x for x in row["acceptance"]["conditional"] if x is not None]
+            f"{row['method']} – {row['benchmark']}": drawn_acceptance(row["acceptance"])
             for row in rows
             if row["acceptance"] is not None and row["decoder"]["temperature"] == temperature
         }
-        if curves:
+        if curves := {name: curve for name, curve in curves.items() if any(map(math.isfinite, curve))}:
             plot_acceptance(curves, folder / f"acceptance_T{temperature:g}.png")
 
 
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def drawn_acceptance(acceptance: dict[str, Any]) -> list[float]:
+    """Conditional acceptance by slot, NaN where fewer than `_FEWEST` rounds have reached the slot: a share of a handful
+    is a spike, no finding."""
+    pairs = zip(acceptance["conditional"], acceptance["reached"], strict=True)
+    return [share if reached >= _FEWEST else math.nan for share, reached in pairs]
 
 
-def table(rows: Rows) -> Table:
-    """One line a row, grouped by benchmark and temperature, quality before speed."""
-    result = Table(title="dspec", title_justify="left")
-    for name in ("benchmark", "T", "method"):
-        result.add_column(name, no_wrap=name != "method")
-    two = any(row["speedup"] != row["speedup_vs_base_ar"] for row in rows)  # the target's own weights were trained
-    for name in ("quality", "tau", "tpf", "NFE", "tok/s", "speedup", *(["vs base"] if two else []), "mismatches"):
-        result.add_column(name, justify="right")
-    previous = None
-    for row in rows:
-        group = (row["benchmark"], row["decoder"]["temperature"])
-        shown = group != previous
-        if shown and previous is not None:
-            result.add_section()
-        previous = group
-        result.add_row(
-            f"{row['benchmark']} (n={row['n']})" if shown else "",
-            f"{group[1]:g}" if shown else "",
-            row["method"],
-            "–" if row["quality"] is None else f"{100 * row['quality']:.1f} %",
-            _number(row["tau"], ".2f"),
-            _number(row["tpf"], ".2f"),
-            str(row["nfe"]),
-            f"{row['tokens_per_second']:.0f}",
-            _number(row["speedup"], ".2f"),
-            *([_number(row["speedup_vs_base_ar"], ".2f")] if two else []),
-            _number(row["mismatches"], "d"),
-        )
-    return result
+def _track(logger: object, results: dict[str, Any], plots: Sequence[Path]) -> None:
+    from lightning.pytorch.loggers import WandbLogger  # heavy, and no evaluation without a logger needs it
+
+    if not isinstance(logger, WandbLogger):
+        return
+    logger.log_hyperparams(results["run"]["config"])
+    header, *lines = csv.reader(io.StringIO(as_csv(results["rows"], trusted=results["run"]["ar_check"]["trusted"])))
+    logger.log_table("rows", columns=header, data=lines)
+    if plots:
+        logger.log_image("plots", [str(path) for path in plots], caption=[path.stem for path in plots])
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_file(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")

@@ -1,8 +1,10 @@
-"""From samples to rows of results.json: counts, ratios, paired speedups and their bootstrap intervals. Pure functions.
+"""From samples to rows of results.json: counts, ratios, paired speedups and their intervals. Pure functions.
 
 Counting follows design.md. Pooled sums over prompts are the headline; the mean over prompts stands beside it.
+Intervals are 95 %: Wilson's for shares, percentile bootstrap over prompts for tau, tpf and speedup.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,6 @@ def row(
     *,
     quality: str,
     greedy: bool,
-    speeds: bool,
     seed: int,
 ) -> Row:
     """What one decoder did on one benchmark. `baseline` are samples of the same prompts, in order, by plain AR of the
@@ -31,7 +32,6 @@ def row(
     generations = [s.generation for s in samples]
     verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
     ratios = paired_speedups(samples, baseline)
-    speedup = statistics.median(ratios) if speeds else None
     differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, baseline, strict=True))
     seconds = sum({(s.batch): s.seconds for s in samples}.values())
     return {
@@ -41,9 +41,9 @@ def row(
         "verdicts": {name: statistics.fmean(values) for name, values in verdicts.items()},
         **counts(generations),
         "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
-        "speedup": speedup,
-        "speedup_vs_base_ar": statistics.median(paired_speedups(samples, base)) if speeds else None,
-        "interval_95": intervals(generations, verdicts.get(quality, []), ratios if speeds else [], seed=seed),
+        "speedup": statistics.median(ratios),
+        "speedup_vs_base_ar": statistics.median(paired_speedups(samples, base)),
+        "interval_95": intervals(generations, verdicts.get(quality, []), ratios, seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
     }
@@ -84,25 +84,28 @@ def counts(generations: Sequence[Generation]) -> Row:
 
 
 def acceptance(generations: Sequence[Generation]) -> Row | None:
-    """Per slot: conditional acceptance and prefix survival, over the rounds in which the slot counts."""
+    """Per slot: conditional acceptance, of the `reached` rounds (whose earlier drafts were accepted), and prefix
+    survival, of all `counted` rounds (in which the slot counts)."""
     rounds = [r for g in generations for r in g.rounds]
     slots = max((r.drafted for r in rounds), default=0)
     if not slots:
         return None
-    conditional, survival = [], []
+    conditional, survival, reached_K, counted_K = [], [], [], []
     for k in range(slots):
         counted = [r for r in rounds if r.valid > k]
         reached = [r for r in counted if r.accepted >= k]
         passed = sum(r.accepted > k for r in counted)
         conditional.append(passed / len(reached) if reached else None)
         survival.append(passed / len(counted) if counted else None)
-    return {"conditional": conditional, "prefix_survival": survival}
+        reached_K.append(len(reached))
+        counted_K.append(len(counted))
+    return {"conditional": conditional, "prefix_survival": survival, "reached": reached_K, "counted": counted_K}
 
 
 def intervals(
     generations: Sequence[Generation], verdicts: Sequence[bool], ratios: Sequence[float], *, seed: int
 ) -> Mapping[str, list[float] | None]:
-    """95 % percentile bootstrap over prompts (speedup: over batches) of the headline numbers."""
+    """Of the headline numbers: Wilson's for quality, else bootstrap over prompts (speedup: over batches)."""
     beyond = [len(g.tokens) - g.prefill_tokens for g in generations]
     forwards, rounds = [g.forwards for g in generations], [len(g.rounds) for g in generations]
 
@@ -111,11 +114,21 @@ def intervals(
 
     n = len(generations)
     return {
-        "quality": bootstrap(lambda at: statistics.fmean(verdicts[i] for i in at), len(verdicts), seed=seed),
+        "quality": wilson(sum(verdicts), len(verdicts)),
         "tau": bootstrap(pooled(rounds), n if any(rounds) else 0, seed=seed),
         "tpf": bootstrap(pooled(forwards), n if any(forwards) else 0, seed=seed),
         "speedup": bootstrap(lambda at: statistics.median(ratios[i] for i in at), len(ratios), seed=seed),
     }
+
+
+def wilson(right: int, n: int) -> list[float] | None:
+    """Wilson's 95 % score interval of a share; None for no trials. It has a width at 0 and at n of n, too."""
+    if not n:
+        return None
+    share, z = right / n, statistics.NormalDist().inv_cdf(0.975)
+    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
 def bootstrap(statistic: Statistic, units: int, *, seed: int, resamples: int = 1000) -> list[float] | None:

@@ -2,15 +2,19 @@
 
 samples.jsonl is append-only JSON Lines: a first row with the settings, then one row a sample. The rows of one batch of
 prompts (every decoder's) are one write, so that a resumed run times decoders side by side, too. After kill -9 a batch
-that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's.
+that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's. One run at a
+time writes it, and goes on only from answers to the prompts that it would ask itself.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dspec.decoding.base import Generation, Round
 from dspec.errors import UserError
@@ -25,6 +29,7 @@ class Sample:
     decoder: str
     batch: int
     id: str
+    prompt_sha256: str  # of the prompt's token ids, see `digest`
     text: str
     verdicts: dict[str, bool]
     generation: Generation
@@ -45,16 +50,41 @@ class Sample:
         return cls(**own, generation=Generation(**counts))
 
 
+def digest(ids: Sequence[int]) -> str:
+    """Short sha256 of token ids."""
+    return hashlib.sha256(json.dumps(list(ids)).encode()).hexdigest()[:16]
+
+
 class SampleLog:
-    """samples.jsonl of one evaluation."""
+    """samples.jsonl of one evaluation. A context: while it is entered, no other run writes the file."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Takes up what `path` holds. Raises UserError when it was written with other settings or is malformed."""
+        """What samples depend on is in `settings`, but for the prompts and how many are asked (`limit`)."""
         self.path = path
         self.samples: list[Sample] = []
         self._settings = json.loads(json.dumps(settings))
-        if path.is_file():
-            self._take_up(path.read_bytes())
+        self._lock = FileLock(f"{path}.lock")
+
+    def __enter__(self) -> "SampleLog":
+        """Takes up what the file holds. Raises UserError while another run writes it, when it was written with other
+        settings, or is malformed."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise UserError(
+                f"another run is writing {self.path}: wait for it, or give this run its own folder"
+            ) from error
+        try:
+            if self.path.is_file():
+                self._take_up(self.path.read_bytes())
+        except UserError:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._lock.release()
 
     def _take_up(self, raw: bytes) -> None:
         lines = raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True)
@@ -74,13 +104,32 @@ class SampleLog:
                 raise UserError(f"{self.path}, line {number} is malformed ({error!r}); move the file away") from error
             self.samples += batch
             kept, pending, batch = kept + pending, 0, []
+        check_unique(self.samples, self.path)
         if kept < len(raw):
             os.truncate(self.path, kept)
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        known = self._settings.keys() | settings.keys()
-        if other := sorted(key for key in known if self._settings.get(key) != settings.get(key)):
-            raise UserError(f"{self.path} was written with another {', '.join(other)}; resume with the same command")
+        old, new = _flat(settings), _flat(self._settings)
+        if other := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
+            raise UserError(
+                f"{self.path} was written with another {', '.join(other[:5])}; resume with the same command, or "
+                "evaluate in a folder of its own"
+            )
+
+    def check_prompts(self, benchmark: str, prompts: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Raises UserError unless the answers there are to the first of these (id, token ids), in their order."""
+        answered = list(dict.fromkeys((s.id, s.prompt_sha256) for s in self.samples if s.benchmark == benchmark))
+        asked = [(name, digest(ids)) for name, ids in prompts]
+        if len(answered) > len(asked):
+            raise UserError(
+                f"{self.path} has answers to {len(answered)} prompts of {benchmark}, {len(asked)} are asked now: the "
+                "limit can grow, not shrink"
+            )
+        if other := [old[0] for old, new in zip(answered, asked, strict=False) if old != new]:
+            raise UserError(
+                f"{self.path} has answers to other prompts of {benchmark} than are asked now (first: {other[0]}): "
+                "restore the data, or evaluate in a folder of its own"
+            )
 
     def of(self, benchmark: str, temperature: float) -> list[Sample]:
         return [s for s in self.samples if (s.benchmark, s.temperature) == (benchmark, temperature)]
@@ -101,7 +150,35 @@ class SampleLog:
         self.samples += batch
 
 
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted path; how many prompts are asked is left out: it may grow."""
+    if not isinstance(value, dict) or not value:
+        return {} if prefix.rpartition(".")[2] == "limit" else {prefix: value}
+    parts = (_flat(inner, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())
+    return {path: leaf for part in parts for path, leaf in part.items()}
+
+
+def check_unique(samples: Sequence[Sample], path: Path) -> None:
+    """Raises UserError where a decoder answers a prompt twice: two runs have written into one folder."""
+    seen: set[tuple[str, float, str, str]] = set()
+    for s in samples:
+        key = (s.benchmark, s.temperature, s.decoder, s.id)
+        if key in seen:
+            raise UserError(
+                f"{path} has two answers of {s.decoder} to {s.id} (T={s.temperature:g}): two runs wrote into it; "
+                "evaluate anew in a folder of its own"
+            )
+        seen.add(key)
+
+
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a finished evaluation."""
+    """The samples of a finished evaluation. Raises UserError for a malformed row or one that is there twice."""
+    samples = []
     with path.open(encoding="utf-8") as file:
-        return [Sample.from_row(json.loads(line)) for number, line in enumerate(file) if number > 0]
+        for number, line in enumerate(file, 1):
+            try:
+                samples += [Sample.from_row(json.loads(line))] if number > 1 else []
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate anew") from error
+    check_unique(samples, path)
+    return samples

@@ -6,7 +6,8 @@
 Every configuration decodes the same prompts, prompt by prompt in turn with plain AR, greedily. It prints and writes
 (search.json, plots/roofline.png) tokens a pass, tokens a second and where the passes stand under the measured
 roofline of the device, and names the fastest one and the fastest near the knee. What is decoded is the same for all;
-tokens that differ from plain AR's (float ties) are counted.
+tokens that differ from plain AR's (float ties) are counted, and quality stands beside. Timing leaves out a warm-up;
+which configuration goes first changes from prompt to prompt.
 """
 
 import itertools
@@ -22,7 +23,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from data.regenerate import prompt_seed
@@ -33,19 +33,23 @@ from dspec.decoding.base import Decoder, Generation
 from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.sampling import Sampling
+from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.models.target import Target
 from dspec.provenance import provenance
-from dspec.train import quiet
-from eval.evaluate import encode, timed
+from dspec.terminal import quiet
+from eval.benchmarks.base import Benchmark, Item
+from eval.evaluate import encode, rotated
+from eval.gate import timed
 from eval.plots import plot_roofline
+from eval.progress import Meter
 from eval.roofline import Roofline, cost, measure
-from eval.run import load_subject
+from eval.subject import load_subject
 
 log = logging.getLogger(__name__)
 NEAR = 2.0
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
-Prompt = tuple[str, list[int], int]  # id, ids, most new tokens
+Prompt = tuple[Benchmark, Item, list[int]]
 Point = dict[str, Any]
 
 
@@ -60,13 +64,15 @@ class Search:
         blocks: Sequence[int],
         activations: Sequence[float],
         pool_size: int,
+        warmup: int,
         stream_mb: int,
         matrix: int,
     ) -> None:
-        """`activations` matter with several blocks in flight alone: with one the first stands for all."""
+        """`activations` matter with several blocks in flight alone: with one the first stands for all. The first
+        `warmup` prompts are decoded untimed by each configuration before all."""
         if not (block_sizes and candidates and blocks and activations):
             raise UserError("search needs at least one value of block_sizes, candidates, blocks and activations")
-        self.stream_mb, self.matrix = stream_mb, matrix
+        self.warmup, self.stream_mb, self.matrix = warmup, stream_mb, matrix
         self.plans = [
             Plan(block_size=n, blocks=k, activation=r, pool_size=pool_size, candidates=c)
             for n, c, k, r in itertools.product(block_sizes, candidates, blocks, activations)
@@ -79,19 +85,44 @@ class Search:
         decoders: list[Decoder] = [Autoregressive(target=target, sampling=GREEDY)]
         decoders += [Jacobi(target=target, sampling=GREEDY, plan=plan) for plan in self.plans]
         results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
-        for name, ids, new in track(prompts, "prompts"):
-            for decoder, result in zip(decoders, results, strict=True):
-                seeds = [prompt_seed(seed, name)]
-                decode = partial(decoder.decode, [ids], max_new_tokens=new, stop_ids=target.stop_ids, seeds=seeds)
-                (generation,), seconds = timed(target, decode)
-                result.append((generation, seconds))
+        right: list[list[bool]] = [[] for _ in decoders]
+        with Meter("search") as meter:
+            meter.phase("warm-up")
+            for prompt in prompts[: self.warmup]:
+                for decoder in decoders:
+                    self._decode(target, decoder, prompt, seed)
+            meter.expect(len(prompts) * len(decoders), done=0)
+            meter.phase(f"{len(self.plans)} configurations and AR")
+            for number, prompt in enumerate(prompts):
+                for i in rotated(range(len(decoders)), number):
+                    generation, seconds, verdict = self._decode(target, decoders[i], prompt, seed)
+                    results[i].append((generation, seconds))
+                    right[i] += [] if verdict is None else [verdict]
+                    meter.advance(1)
         # keys that a pass finds: the prompt, and half of the answer on average
-        context = sum(len(p[1]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
+        context = sum(len(p[2]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
         plans: list[Plan | None] = [None, *self.plans]
         return [
-            point(target, plan, own, results[0], context=context / len(prompts), roofline=roofline)
-            for plan, own in zip(plans, results, strict=True)
+            point(target, plan, own, results[0], right, context=context / len(prompts), roofline=roofline)
+            for plan, own, right in zip(plans, results, right, strict=True)
         ], roofline
+
+    @staticmethod
+    def _decode(target: Target, decoder: Decoder, prompt: Prompt, seed: int) -> tuple[Generation, float, bool | None]:
+        """The answer, its seconds and the headline verdict, if the benchmark has one."""
+        benchmark, item, ids = prompt
+        strings = StopStrings(target.tokenizer, benchmark.stop)
+        decode = partial(
+            decoder.decode,
+            [ids],
+            max_new_tokens=benchmark.max_new_tokens,
+            stop_ids=target.stop_ids,
+            seeds=[prompt_seed(seed, item.id)],
+            ends=strings if benchmark.stop else None,
+        )
+        (generation,), seconds = timed(target, decode)
+        text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
+        return generation, seconds, benchmark.score(item, text).get(benchmark.quality)
 
 
 def point(
@@ -99,11 +130,13 @@ def point(
     plan: Plan | None,
     own: Sequence[tuple[Generation, float]],
     serial: Sequence[tuple[Generation, float]],
+    right: Sequence[bool],
     *,
     context: float,
     roofline: Roofline,
 ) -> Point:
-    """What one configuration did; the prefill's time is in tokens a second, but not among the passes."""
+    """What one configuration did; the prefill's time is in tokens a second, but not among the passes. `right` are the
+    verdicts on those prompts that are judged."""
     generations = [g for g, _ in own]
     forwards = sum(g.forwards for g in generations)
     seconds = sum(s for _, s in own)
@@ -112,6 +145,7 @@ def point(
     flops, read = cost(target, rows=rows, positions=positions, context=context)
     return {
         "plan": asdict(plan) if plan is not None else None,
+        "quality": sum(right) / len(right) if right else None,
         "tpf": sum(len(g.tokens) - g.prefill_tokens for g in generations) / forwards,
         "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
         "positions_per_pass": positions,
@@ -137,11 +171,12 @@ def show(points: Sequence[Point], roofline: Roofline) -> Table:
         f"does {roofline.flops / 1e9:.0f} GFLOP/s: knee at {roofline.knee:.1f} FLOP/byte"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("configuration", "tpf", "tok/s", "positions", "FLOP/byte", "of roofline", "mismatches"):
+    for column in ("configuration", "quality", "tpf", "tok/s", "positions", "FLOP/byte", "of roofline", "mismatches"):
         table.add_column(column, justify="left" if column == "configuration" else "right", no_wrap=True)
     for p in sorted(points, key=lambda p: -p["tokens_per_second"]):
         table.add_row(
             name(p["plan"]),
+            "–" if p["quality"] is None else f"{100 * p['quality']:.1f} %",
             f"{p['tpf']:.2f}",
             f"{p['tokens_per_second']:.0f}",
             f"{p['positions_per_pass']:.1f}",
@@ -189,7 +224,7 @@ def search(cfg: DictConfig) -> None:
         raise UserError("nothing to search: say recipe=sweeps/jacobi_config")
     subject, benchmarks, grid = load_subject(cfg), instantiate(cfg.benchmark), instantiate(cfg.search)
     prompts = [
-        (item.id, encode(subject.target, benchmark, item, subject.policy), benchmark.max_new_tokens)
+        (benchmark, item, encode(subject.target, benchmark, item, subject.policy))
         for benchmark in benchmarks.values()
         for item in benchmark.items()[: cfg.limit]
     ]

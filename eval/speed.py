@@ -21,8 +21,8 @@ from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
 from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.evaluate import BASELINE
+from eval.measure import Evaluated, measure
 from eval.plots import plot_costs, plot_rounds, plot_tau_by_position
-from eval.run import Evaluated, measure
 from eval.samples import Sample, read_samples
 
 
@@ -89,18 +89,22 @@ class SpeedReport:
         encoded = done.evaluation.check(
             target=target, contenders=done.contenders, benchmarks={name: benchmark}, policy=policy
         )
-        prompts = encoded[name][: self.profiled_prompts]
+        # whole batches: rows that share a pass with fewer others cost more
+        size = done.evaluation.batch_size
+        prompts = encoded[name][: -(-self.profiled_prompts // size) * size]
         rounds: list[dict[str, Any]] = []
         for key, contender in done.contenders.items():
             profile = round_profile(
                 contender.build(target=target, draft=done.subject.draft, sampling=sampling),
                 [ids for _, ids in prompts],
                 device=target.device,
+                batch_size=done.evaluation.batch_size,
                 max_new_tokens=benchmark.max_new_tokens,
                 stop_ids=target.stop_ids,
                 seeds=[prompt_seed(self.seed, item.id) for item, _ in prompts],
             )
-            rounds.append({"decoder": key, "method": contender.method, "benchmark": name} | profile)
+            about = {"decoder": key, "method": contender.method, "benchmark": name}
+            rounds.append(about | {"batch_size": done.evaluation.batch_size} | profile)
         first = {
             row["decoder"]["name"]: row
             for row in reversed(done.results["rows"])
@@ -132,7 +136,7 @@ def speed_table(lines: Sequence[dict[str, Any]]) -> Table:
             _format(line["quality"], ".1%"),
             _format(line["tau"], ".2f"),
             *(f"{line[name]:.0f}" for name in ("average", "max", "top10")),
-            f"{line['latency']:.3f}",
+            f"{line['seconds_per_sample']:.3f}",
             _format(line["speedup"], ".2f"),
             _format(line["price_per_million"], ".2f"),
         )
@@ -141,7 +145,8 @@ def speed_table(lines: Sequence[dict[str, Any]]) -> Table:
 
 def round_table(rounds: Sequence[dict[str, Any]]) -> Table:
     """Milliseconds a round and their share, span by span; then what models alone would allow."""
-    table = Table(title=f"a round on {rounds[0]['benchmark']}: ms, share", title_justify="left")
+    batch = f", a row's share at batch {rounds[0]['batch_size']}" if rounds[0]["batch_size"] > 1 else ""
+    table = Table(title=f"a round on {rounds[0]['benchmark']}: ms, share{batch}", title_justify="left")
     table.add_column("")
     for line in rounds:
         table.add_column(line["method"], justify="right")
@@ -235,7 +240,8 @@ def run(cfg: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     measurements = instantiate(cfg.speed)
     done = measure(cfg, run_dir)
-    instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir)
+    logger = instantiate(cfg.get("logger"))
+    instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir, logger=logger)
     found = measurements(done, read_samples(run_dir / "samples.jsonl"))
     write_json(run_dir / "speed.json", {"run": done.results["run"]} | found)
     report(found, width=measurements.width, run_dir=run_dir)

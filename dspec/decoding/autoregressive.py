@@ -14,6 +14,8 @@ from dspec.spans import span
 class Autoregressive:
     """Greedy or sampled decoding of any batch."""
 
+    lossless = True
+
     def __init__(self, *, target: Target, sampling: Sampling) -> None:
         self.target, self.sampling = target, sampling
 
@@ -50,9 +52,9 @@ class Autoregressive:
             with span("sampling"):
                 state.anchors_B = next_tokens(logits, self.sampling, state.streams)
             for i, generation in enumerate(live):
+                generation.positions_computed += 1
                 if not generation.done(limits):
                     generation.emit([state.anchors_B[i]], limits)
                     generation.forwards += 1
-                    generation.positions_computed += 1
                     state.lengths_B[i] += 1
         return state.generations

@@ -51,7 +51,7 @@ class Generation:
     prefill_tokens: int = 0  # tokens that the prefill pass emitted
     prefill_forwards: int = 0
     forwards: int = 0  # forward passes of the big model that are not prefill
-    positions_computed: int = 0  # positions in those forwards, all branches
+    positions_computed: int = 0  # outside prefill: in all branches, and while it rides along when done
     branches: int = 0  # rows of those forwards beyond the first, where candidates are verified side by side
     rounds: list[Round] = field(default_factory=list)
 
@@ -81,6 +81,7 @@ class Decoder(Protocol):
     """Prompts in, generations out, for any batch size; row i depends on prompt i and seed i alone."""
 
     sampling: Sampling
+    lossless: bool  # its output follows the law of plain AR of the same target (greedy: its tokens, up to rounding)
 
     def decode(
         self,

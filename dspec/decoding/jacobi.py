@@ -28,6 +28,8 @@ Observer = Callable[[int, Flight], None]  # a prompt's index and its flight, bef
 class Jacobi:
     """Lossless Jacobi decoding of any batch."""
 
+    lossless = True
+
     def __init__(self, *, target: Target, sampling: Sampling, plan: Plan) -> None:
         self.target, self.sampling, self.plan = target, sampling, plan
 
@@ -88,12 +90,12 @@ class Jacobi:
         with span("bookkeeping"):
             for i, off, own in zip(rows, done, drafts, strict=True):
                 winner = 0
+                flight, generation = flights[i], state.generations[i]
+                generation.positions_computed += width * len(own)
                 if not off:
-                    flight, generation = flights[i], state.generations[i]
                     predictions = [p[: len(d) + 1] for d, p in zip(own, predicted[at : at + len(own)], strict=True)]
                     winner, accepted = flight.advance(own, predictions)
                     record(generation, own[winner], accepted, predictions[winner][accepted], (), limits)
-                    generation.positions_computed += width * len(own)
                     generation.branches += len(own) - 1
                 winners.append(at + winner)
                 at += len(own)

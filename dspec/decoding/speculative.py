@@ -26,6 +26,8 @@ from dspec.spans import span
 class Speculative:
     """Lossless speculative decoding of any batch with any proposer."""
 
+    lossless = True
+
     def __init__(
         self,
         *,
@@ -135,10 +137,10 @@ class Speculative:
                 confidence = proposal.confidence_BJ.tolist()
             active = [not g.done(limits) for g in live]
             for i, token in enumerate(following.tolist()):
+                live[i].positions_computed += sent + 1
                 if active[i]:
                     trace = tuple(confidence[i][: counts[i]]) if confidence is not None else ()
                     record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
-                    live[i].positions_computed += sent + 1
                     history[i].extend([*drafts[i][: lengths[i]], token])
         # only positions of rows that moved on may be overwritten: finished rows stay where they are
         self.proposer.extend(output.features_BLF[:, : max(lengths) + 1], starts)

@@ -1,6 +1,7 @@
 """The serial decoder against transformers' own `generate`, against no cache at all, and rows against batches."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +68,7 @@ def test_batch_equals_singles_with_compaction(toys: SimpleNamespace, sampling: S
             decoder.decode([text], max_new_tokens=12, stop_ids=[stop], seeds=[seed])[0]
             for seed, text in enumerate(texts)
         ]
-        assert batch == singles
+        assert [replace(g, positions_computed=g.forwards) for g in batch] == singles  # some rode along
         assert len({len(g.tokens) for g in batch}) > 1  # rows end at different times
         for one, whole in zip(batch, free, strict=True):
             assert one.tokens == toys.cut(whole.tokens, [stop], 12)

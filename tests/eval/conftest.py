@@ -21,7 +21,7 @@ Answers = dict[tuple[int, ...], list[int]]  # prompt ids -> generated ids
 @pytest.fixture
 def eval_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """Runs `python -m eval.run target=tiny` once, greedily; gives results.json and, in their order, the samples."""
-    monkeypatch.setattr("eval.evaluate._generate", lambda *_: 8)  # it only times
+    monkeypatch.setattr("eval.gate._generate", lambda *_: 8)  # it only times
 
     def call(*args: str) -> SimpleNamespace:
         quick = ["evaluation.temperatures=[0.0]", "evaluation.generate_prompts=1", "evaluation.warmup=0"]

@@ -1,25 +1,54 @@
-"""Paired seeds: pooling and the interval."""
+"""Comparing runs: pooling, pairing by seed and by prompt, and runs that differ in a setting alone."""
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dspec.errors import UserError
-from eval.compare import compare, interval, pooled_taus
+from eval.ablation import ablation
+from eval.compare import compare, interval, outcomes
+from eval.results import read_results
 
 
-def result(method: str, seed: int, taus: list[tuple[float, int]]) -> dict[str, object]:
-    rows = [
-        {"method": method, "decoder": {"temperature": 0.0}, "tau": tau, "nfe": n + 2, "nfe_prefill": 2}
-        for tau, n in taus
-    ]
-    return {"run": {"seed": seed}, "rows": [*rows, {**rows[0], "method": "AR", "tau": None}]}
+def made(
+    folder: Path,
+    method: str,
+    seed: int,
+    taus: Sequence[tuple[float, int]],
+    *,
+    config: dict[str, Any] | None = None,
+    right: Sequence[bool] = (True, False),
+) -> Path:
+    """A run folder with a benchmark for each (tau, rounds), a prompt for each of `right`, and plain AR beside."""
+    folder.mkdir()
+    rows, samples = [], []
+    for i, (tau, rounds) in enumerate(taus):
+        for name, own in (("speculative", tau), ("autoregressive", None)):
+            rows.append({
+                "method": method if own else "AR", "benchmark": f"b{i}", "quality_name": "ok", "n": len(right),
+                "decoder": {"name": name, "temperature": 0.0}, "tau": own, "tpf": own or 1.0,
+                "nfe": rounds + 2, "nfe_prefill": 2, "speedup": tau / 2 if own else 1.0,
+            })  # fmt: skip
+            verdicts = right if own else (True, False)
+            samples += [
+                {"decoder": name, "benchmark": f"b{i}", "temperature": 0.0, "id": str(n), "verdicts": {"ok": verdict}}
+                for n, verdict in enumerate(verdicts)
+            ]
+    run = {"seed": seed, "config": {"seed": seed, "data": {"seed": seed}, **(config or {})}}
+    (folder / "results.json").write_text(json.dumps({"run": run, "rows": rows}))
+    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, [{"settings": {}}, *samples])) + "\n")
+    return folder
 
 
-def test_tau_is_pooled_over_rounds() -> None:
-    assert pooled_taus([result("a", 0, [(2.0, 30), (4.0, 10)])]) == {("a", 0.0): {0: 2.5}}
+def test_metrics_are_pooled_over_rounds(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 10)])
+    outcome = outcomes([(folder, read_results(folder))])["a", 0.0][0]
+    assert outcome.metrics == {"tau": 2.5, "tpf": 2.5, "speedup": 1.5}
+    assert list(outcome.right.values()) == [True, False] * 2
 
 
 def test_interval_is_students() -> None:
@@ -29,19 +58,75 @@ def test_interval_is_students() -> None:
     assert math.isclose(mean - low, high - mean)
     with pytest.raises(UserError, match="1 paired"):
         interval([1.0])
+    _, _, wide = interval([0.0, 1.0] * 6)  # 11 degrees of freedom: 2.201
+    assert math.isclose(wide - 0.5, 2.201 * (3 / 11) ** 0.5 / 12**0.5, rel_tol=1e-3)
 
 
-def test_compare_reads_run_folders(tmp_path: Path) -> None:
-    folders = []
-    for method, shift in (("a", 0.5), ("b", 0.0)):
-        for seed in range(3):
-            folders.append(tmp_path / f"{method}{seed}")
-            folders[-1].mkdir()
-            text = json.dumps(result(method, seed, [(2.0 + shift + seed / 100, 10)]))
-            (folders[-1] / "results.json").write_text(text)
-    cells = [str(cell) for column in compare(folders).columns for cell in column.cells]
-    assert any("+0.500, 95 % interval +0.500 to +0.500" in cell for cell in cells)
+def test_methods_over_seeds(tmp_path: Path) -> None:
+    folders = [
+        made(tmp_path / f"{method}{seed}", method, seed, [(2.0 + shift * (1 + seed / 10), 10)], right=right)
+        for method, shift, right in (("a", 0.5, [True] * 3 + [False]), ("b", 0.0, [True, False, False, False]))
+        for seed in range(3)
+    ]
+    text = compare(folders)
+    assert "a (seed 0, 1, 2)" in text
+    assert "tau by seed 0: 2.50, 1: 2.55, 2: 2.60" in text
+    # differences 0.50, 0.55, 0.60: 0.55 +- 4.303 * 0.05 / sqrt(3)
+    assert (
+        "a − b (seed 0, 1, 2)\n      quality % +50.0 (-41.9 to +141.9), 4 prompts\n      tau +0.55 (+0.43 to +0.67)"
+        in text
+    )
+    with pytest.raises(UserError, match="two runs of 'a' with the same settings have seed 0"):
+        compare([folders[0], folders[0]])
+
+
+def test_runs_that_differ_in_a_setting_alone(tmp_path: Path) -> None:
+    """A sweep over block sizes with one seed: what differs names the runs, once, and AR is no method of its own."""
+    folders = [
+        made(
+            tmp_path / str(size), "dspark", 0, [(2.0, 10)],
+            config={"draft": {"block_size": size}, "decoder": {"build": {"block_size": size}}, "resume": str(size)},
+        )
+        for size in (4, 7)
+    ]  # fmt: skip
+    text = compare(folders)
+    assert "  dspark draft.block_size=4 (seed 0)" in text
+    assert "  dspark draft.block_size=4 − dspark draft.block_size=7 (seed 0)" in text
+    assert "tau +0.00" in text
+    assert text.count("  AR (seed 0)") == 1
+
+
+def test_folders_that_hold_no_finished_run(tmp_path: Path) -> None:
+    whole = made(tmp_path / "a", "a", 0, [(2.0, 10)])
+    killed = (whole / "results.json").read_text().replace('"seed": 0,', '"seed": 0, "complete": false,', 1)
+    for text, words in (
+        ("{}", "not the results of a run"), ("{", "not the results of a run"), ("[]", "not the results of a run"),
+        (killed, "not finished"),
+    ):  # fmt: skip
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / "results.json").write_text(text)
+        for program in (lambda f: compare([f]), lambda f: ablation([f], decoder="jacobi_single")):
+            with pytest.raises(UserError, match=words):
+                program(folder)
     with pytest.raises(UserError, match=r"results\.json is missing"):
         compare([tmp_path / "none"])
-    with pytest.raises(UserError, match="give each once"):
-        compare([folders[0], folders[0]])
+    (whole / "samples.jsonl").unlink()
+    with pytest.raises(UserError, match=r"samples\.jsonl is missing"):
+        compare([whole])
+    with pytest.raises(UserError, match="no training run with a noise schedule"):
+        ablation([whole], decoder="jacobi_single")
+
+
+def test_the_schedules_table_keeps_temperatures_apart(tmp_path: Path) -> None:
+    rows = [
+        {"method": "m", "benchmark": "b", "decoder": {"name": name, "temperature": t}, "quality": quality, "n": 10,
+         "tokens": 110, "nfe": 60, "nfe_prefill": 10}
+        for t, quality in ((0.0, 0.5), (1.0, 0.2)) for name in ("jacobi_single", "base_jacobi_single")
+    ]  # fmt: skip
+    config = {"method": {"schedule": {"_target_": "dspec.noise.Random"}, "window": None}}
+    (tmp_path / "results.json").write_text(json.dumps({"run": {"seed": 0, "config": config}, "rows": rows}))
+    columns = {c.header: list(c.cells) for c in ablation([tmp_path], decoder="jacobi_single").columns}
+    assert columns["T"] == ["0", "1"]
+    assert columns["acc."] == ["50.0", "20.0"]
+    assert columns["passes/token"] == ["0.500", "0.500"]

@@ -197,6 +197,8 @@ def test_counts_are_eval_runs(shared: None, lm_eval: Any, eval_run: Any, monkeyp
         (["--model_args", "target=tiny", "--tasks", "dspec_gsm9k"], ["dspec_gsm9k", "ls tasks"]),
         (["--model_args", "target=tiny", "--tasks", "dspec_humaneval"], ["/no/data/humaneval.jsonl"]),
         (["--model_args", "target=tiny", "--log_samples"], ["--output_path"]),
+        (["--model_args", "target=tiny", "--device", "cuda"], ["--device", "target.device"]),
+        (["--model_args", "target=tiny,sed=1"], ["sed", "did you mean seed?"]),
     ],
 )
 def test_bad_input_is_one_line(
@@ -247,6 +249,19 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, shar
     monkeypatch.setattr(sys, "argv", ["eval.lm_eval", *args])
     with pytest.raises(ValueError, match="a fault"):
         command.main()
+
+
+def test_a_task_of_lm_evals_own_without_a_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval._cli import HarnessCLI
+
+    def offline(*_: object) -> None:
+        raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub (LocalEntryNotFoundError)")
+
+    monkeypatch.setattr(HarnessCLI, "execute", offline)
+    args = ["--model", "dspec", "--model_args", "target=tiny", "--tasks", "gsm8k"]
+    refused(monkeypatch, capsys, args, ["openai/gsm8k", "dspec_gsm8k", "DSPEC_DATA"])
 
 
 @pytest.mark.slow

@@ -55,6 +55,16 @@ def test_loglikelihood(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         expected.append(naive(lm, before, after))
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-9)
+    passes: list[int] = []
+    forward = type(lm.target).forward
+
+    def counted(self: Any, ids_BL: torch.Tensor, **how: Any) -> Any:
+        passes.append(len(ids_BL))
+        return forward(self, ids_BL, **how)
+
+    monkeypatch.setattr(type(lm.target), "forward", counted)
+    assert lm.loglikelihood([request("loglikelihood", *pair) for pair in pairs]) == found
+    assert passes == [2, 2, 1]  # batch_size rows a pass
     monkeypatch.setattr(lm.target.model.config, "max_position_embeddings", WINDOW)
     assert len(ids) > WINDOW  # the context is cut on the left
     (cut,) = lm._loglikelihood_tokens([(None, ids, ids[:5])])

@@ -132,3 +132,11 @@ def test_errors_name_the_series(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no finite value"):
         plot_acceptance({"a": [math.nan]}, tmp_path / "x.png")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["acceptance", "loss_long"])
+def test_legends_stand_beside_the_panel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = drawn(monkeypatch, PLOTS[name], tmp_path / "p.png")
+    (axes,), (legend,) = figure.axes, figure.legends
+    assert axes.get_legend() is None
+    assert not legend.get_window_extent().overlaps(axes.get_tightbbox())

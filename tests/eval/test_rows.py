@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from dspec.decoding.base import Generation, Round
-from eval.rows import acceptance, bootstrap, counts, paired_speedups, row
+from eval.rows import acceptance, bootstrap, counts, paired_speedups, row, wilson
 from eval.samples import Sample
 
 
@@ -36,12 +36,16 @@ def test_plain_ar_is_exactly_one() -> None:
 def test_acceptance_leaves_cut_slots_out() -> None:
     rounds = [Round(3, 3, 3), Round(3, 1, 3), Round(3, 1, 1), Round(3, 0, 2)]
     got = acceptance([generation(9, rounds)])
-    assert got == {"conditional": [3 / 4, 1 / 2, 1.0], "prefix_survival": [3 / 4, 1 / 3, 1 / 2]}
+    assert got == {"conditional": [3 / 4, 1 / 2, 1.0], "prefix_survival": [3 / 4, 1 / 3, 1 / 2]} | {
+        "counted": [4, 3, 2],
+        "reached": [4, 2, 1],
+    }
 
 
 def sample(tokens: int, seconds: float, *, batch: int, right: bool = True, rounds: int = 1) -> Sample:
     return Sample(
-        benchmark="b", temperature=0.0, decoder="d", batch=batch, id=str(batch), text="", verdicts={"right": right},
+        benchmark="b", temperature=0.0, decoder="d", batch=batch, id=str(batch), prompt_sha256="", text="",
+        verdicts={"right": right},
         generation=generation(tokens, [Round(3, 1, 3)] * rounds), seconds=seconds,
     )  # fmt: skip
 
@@ -51,15 +55,14 @@ def test_speeds_are_paired_by_batch() -> None:
     base = [sample(10, 2.0, batch=0), sample(30, 2.0, batch=0), sample(10, 1.0, batch=1)]
     fast = [sample(10, 1.0, batch=0), sample(30, 1.0, batch=0), sample(10, 0.2, batch=1)]
     assert paired_speedups(fast, base) == [2.0, 5.0]
-    got = row(fast, base, base, quality="right", greedy=True, speeds=True, seed=0)
+    got = row(fast, base, base, quality="right", greedy=True, seed=0)
     assert got["speedup"] == 3.5
     assert math.isclose(got["tokens_per_second"], 50 / 1.2)
-    assert row(fast, base, base, quality="right", greedy=True, speeds=False, seed=0)["speedup"] is None
 
 
 def test_two_speedups_where_a_method_trains_the_targets_own_weights() -> None:
     own, base = [sample(20, 2.0, batch=0)], [sample(10, 2.0, batch=0)]
-    got = row([sample(20, 1.0, batch=0)], own, base, quality="right", greedy=True, speeds=True, seed=0)
+    got = row([sample(20, 1.0, batch=0)], own, base, quality="right", greedy=True, seed=0)
     assert (got["speedup"], got["speedup_vs_base_ar"]) == (2.0, 4.0)
 
 
@@ -72,12 +75,27 @@ def test_branches_are_counted_beside_passes() -> None:
 def test_quality_and_mismatches() -> None:
     base = [sample(4, 1.0, batch=i) for i in range(4)]
     own = [sample(4 if i else 5, 1.0, batch=i, right=i < 3) for i in range(4)]
-    got = row(own, base, base, quality="right", greedy=True, speeds=True, seed=0)
+    got = row(own, base, base, quality="right", greedy=True, seed=0)
     assert (got["quality"], got["mismatches"], got["verdicts"]) == (0.75, 1, {"right": 0.75})
     low, high = got["interval_95"]["quality"]
     assert 0 <= low < 0.75 < high <= 1
-    sampled = row(own, base, base, quality="", greedy=False, speeds=True, seed=0)
+    sampled = row(own, base, base, quality="", greedy=False, seed=0)
     assert (sampled["quality"], sampled["mismatches"]) == (None, None)
+
+
+def test_wilson_by_hand() -> None:
+    """Ends as tables of Wilson's interval have them; 0 of n has a width."""
+    for right, n, low, high in ((0, 30, 0.0, 0.11351), (4, 30, 0.05314, 0.29681), (45, 50, 0.78641, 0.95652)):
+        got = wilson(right, n)
+        assert got is not None
+        assert math.isclose(got[0], low, abs_tol=1e-4)
+        assert math.isclose(got[1], high, abs_tol=1e-4)
+        mirrored = wilson(n - right, n)
+        assert mirrored is not None
+        assert math.isclose(1 - mirrored[1], got[0], abs_tol=1e-12)
+    assert wilson(0, 0) is None
+    none = [sample(4, 1.0, batch=i, right=False) for i in range(10)]
+    assert row(none, none, none, quality="right", greedy=True, seed=0)["interval_95"]["quality"][1] > 0.2
 
 
 def test_bootstrap_covers_the_mean_about_95_times_in_100() -> None:

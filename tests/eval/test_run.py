@@ -1,17 +1,22 @@
 """python -m eval.run: what it takes, what it leaves, and how it refuses."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from dspec.config import ROOT
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
 from dspec.models.target import embedded_target
 from eval.run import main
+from eval.samples import read_samples
 
 Run = Callable[..., Path]
 SMALL = [
@@ -54,6 +59,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that trained the target's own weights, in blocks of 5."""
+    folder = tmp_path_factory.mktemp("jacobi")
+    target = embedded_target(dtype="float32", device="cpu")
+    with torch.no_grad():
+        target.model.get_decoder().layers[1].mlp.down_proj.weight.zero_()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    node = {"_target_": "dspec.models.target.embedded_target", "dtype": "float32", "device": "cpu"}
+    data = {"block_size": 5, "policy": {"system": None, "thinking": False}}
+    (folder / "config.json").write_text(json.dumps({"target": node, "method": {}, "label": "JF", "data": data}))
+    return folder
+
+
 def results(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(**json.loads((folder / "results.json").read_text()))
 
@@ -89,6 +109,60 @@ def test_a_checkpoint_brings_its_target_label_and_policy(run: Run, checkpoint: P
     assert {r["target"] for r in bare.rows} == {"tiny"}
 
 
+ONE = [*SMALL, "limit=1", "~benchmark.problems_unseen", "~benchmark.functions", "evaluation.generate_prompts=0"]
+
+
+def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> None:
+    own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
+    folder = run(f"checkpoint={trained}", own, "benchmark=tiny", *ONE)
+    base, ar, jacobi = results(folder).rows
+    assert [row["method"] for row in (base, ar, jacobi)] == ["AR base", "AR", "JF, Jacobi"]
+    assert jacobi["decoder"]["block_size"] == 5  # as it was trained
+    samples = {s.decoder: s.generation.tokens for s in read_samples(folder / "samples.jsonl")}
+    alone = run("target=tiny", "benchmark=tiny", *ONE, name="alone")
+    (only,) = read_samples(alone / "samples.jsonl")
+    assert samples["base_autoregressive"] == only.generation.tokens
+    assert samples["autoregressive"] == samples["jacobi_single"] != only.generation.tokens
+
+
+def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path) -> None:
+    size = "decoder.jacobi_single.build.plan.block_size=3"
+    more = [size, "+target.dtype=float64", "benchmark=tiny", *ONE]
+    found = results(run(f"checkpoint={trained}", "decoder=jacobi_single", *more))
+    assert found.rows[1]["decoder"]["block_size"] == 3
+    assert found.run["dtype"] == "float64"
+
+
+def test_a_folder_alone_resumes_and_its_limit_grows(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("target=tiny", "decoder=prompt_lookup", "benchmark=tiny", *ONE)
+    before = (folder / "samples.jsonl").read_bytes()
+    (folder / "results.json").unlink()
+    run(f"resume={folder}")
+    assert (folder / "samples.jsonl").read_bytes() == before
+    run(f"resume={folder}", "limit=2")
+    assert (folder / "samples.jsonl").read_bytes().startswith(before)
+    assert {row["n"] for row in results(folder).rows} == {2}
+    with pytest.raises(SystemExit):
+        run(f"resume={folder}", "limit=2", "seed=1")
+    assert "another" in capsys.readouterr().err
+    run(f"resume={folder}", "limit=2")  # what was refused left no trace
+
+
+def test_what_a_killed_run_leaves(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """results.json has the benchmarks that were done and says that it is not complete."""
+    with monkeypatch.context() as patch:
+        patch.setattr("eval.benchmarks.embedded.Functions.score", lambda *_: {}["killed"])
+        with pytest.raises(KeyError):
+            run("target=tiny", "benchmark=tiny", *SMALL, "limit=1")
+    left = results(tmp_path / "run")
+    assert [row["benchmark"] for row in left.rows] == ["problems", "problems_unseen"]
+    assert left.run["complete"] is False
+    run(f"resume={tmp_path / 'run'}")
+    whole = results(tmp_path / "run")
+    assert whole.rows[:2] == left.rows
+    assert whole.run["complete"] is True
+
+
 def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("target=tiny", "benchmark=tiny", *SMALL)
     before = (folder / "samples.jsonl").read_bytes()
@@ -114,6 +188,18 @@ def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["target=tiny", "benchmark=tiny", "+foo=1"], ["foo"]),
         (["checkpoint=/no/checkpoint", "benchmark=tiny"], ["no checkpoint at /no/checkpoint"]),
         (["checkpoint=.", "benchmark=tiny"], ["neither draft/ nor target/"]),
+        (["target=tiny", "benchmark=tiny", "limt=5"], ["unknown key limt", "limit?"]),
+        (["target=tiny", "benchmark=tiny", "+limt=5"], ["unknown key limt", "limit?"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.batchsize=5"], ["evaluation.batch_size?"]),
+        (["target=tiny", "benchmark=tiny", "limit=abc"], ["limit=abc", "whole number"]),
+        (["target=tiny", "benchmark=tiny", "seed=x"], ["seed=x", "whole number"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.temperatures=0.0"], ["evaluation.temperatures=[0.0]"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.temperatures=[]"], ["temperatures=[]", "at least one"]),
+        (["target=tiny", "benchmark=tiny", "evaluation.batch_size=0"], ["evaluation.batch_size=0", "at least 1"]),
+        (["checkpoint=torn", "benchmark=tiny"], ["torn/config.json is not JSON"]),
+        (["checkpoint=without", "benchmark=tiny"], ["without/config.json is missing", "target.path=without/target"]),
+        (["checkpoint=trained", "target=tiny", "benchmark=tiny"], ["leave target= out"]),
+        (["resume=sub"], ["conf/train.yaml", "conf/eval.yaml"]),
     ],
 )
 def test_bad_input_is_one_line(
@@ -121,11 +207,18 @@ def test_bad_input_is_one_line(
     args: list[str], words: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
+    for name, config in (("torn", "{"), ("without", "{}"), ("trained", '{"method": {}, "target": {}}')):
+        (tmp_path / name / "target").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(config)
+    (tmp_path / "sub" / ".hydra").mkdir(parents=True)
+    (tmp_path / "sub" / ".hydra" / "overrides.yaml").write_text("[]")
+    (tmp_path / "sub" / ".hydra" / "hydra.yaml").write_text("hydra: {job: {config_name: train}}")
     with pytest.raises(SystemExit) as exit_:
         run(*args)
     assert exit_.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
     assert len(lines) == 1
+    assert lines[0].startswith("error: ")
     assert all(word in lines[0] for word in words)
 
 
@@ -136,3 +229,27 @@ def test_missing_data_names_the_path_that_was_tried(
     with pytest.raises(SystemExit):
         run("target=tiny", "benchmark=gsm8k")
     assert str(tmp_path / "data" / "gsm8k_test.jsonl") in capsys.readouterr().err
+
+
+def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run("--help")
+    assert not exit_.value.code
+    text = capsys.readouterr().out
+    choices = text.split("== Config ==")[0]
+    assert "prompt_lookup" in choices
+    assert "gsm8k" in choices
+    assert "trainer" not in choices  # nor any other group of the training job
+    assert "generate_prompts" in choices  # what a key means
+
+
+def test_a_mistake_needs_no_torch(tmp_path: Path) -> None:
+    """What is refused before torch is imported is refused at once."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for argument in ("limit=abc", "limt=5", "checkpoint=/no/such"):
+        code = (
+            f"import sys; sys.argv = ['eval.run', 'target=tiny', 'benchmark=tiny', '{argument}']\n"
+            "from eval.run import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
+            "    assert stop.code == 2 and 'torch' not in sys.modules, stop.code"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path, env=environment)

@@ -13,6 +13,8 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
 from dspec.errors import UserError
+from dspec.models.target import embedded_target
+from eval.benchmarks.base import Item
 from eval.roofline import Roofline, cost, measure
 from eval.search import Search, main, name, point, show, verdict
 
@@ -22,7 +24,7 @@ ROOF = Roofline(bandwidth=2e9, flops=1e10)
 def grid(**changes: Any) -> Search:
     settings: dict[str, Any] = {
         "block_sizes": [4, 8], "candidates": [0, 2], "blocks": [1, 2], "activations": [0.85, 0.5], "pool_size": 4,
-        "stream_mb": 1, "matrix": 16,
+        "warmup": 1, "stream_mb": 1, "matrix": 16,
     }  # fmt: skip
     return Search(**(settings | changes))
 
@@ -74,7 +76,7 @@ def test_points(toys: SimpleNamespace) -> None:
     (serial,) = Autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
     (own,) = Jacobi(target=target, sampling=toys.GREEDY, plan=plan).decode([[1, 2]], **options)
     points = [
-        point(target, p, [(g, s)], [(serial, 2.0)], context=8, roofline=ROOF)
+        point(target, p, [(g, s)], [(serial, 2.0)], [True, False], context=8, roofline=ROOF)
         for p, g, s in ((None, serial, 2.0), (plan, own, 1.0))
     ]
     assert points[0]["tpf"] == points[0]["positions_per_pass"] == points[0]["rows_per_pass"] == 1
@@ -82,11 +84,39 @@ def test_points(toys: SimpleNamespace) -> None:
     assert points[1]["tpf"] == 11 / own.forwards
     assert points[1]["positions_per_pass"] == own.positions_computed / own.forwards
     assert points[1]["intensity"] > points[0]["intensity"]
-    assert points[1]["mismatches"] == 0
+    assert (points[1]["mismatches"], points[1]["quality"]) == (0, 0.5)
+    assert "50.0 %" in next(iter(show(points, ROOF).columns[1].cells))
     text = verdict(points, ROOF)
     assert "n=4 K=2 r=0.5 candidates=2" in text
     assert "2.00x" in text
     assert next(iter(show(points, ROOF).columns[0].cells)).startswith("n=4")  # the fastest first
+
+
+def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, order = embedded_target(dtype="float32", device="cpu"), []
+    for cls in (Autoregressive, Jacobi):
+
+        def decode(self: Any, *args: Any, whole: Any = cls.decode, **how: Any) -> Any:
+            order.append((type(self).__name__, how["ends"] is not None))
+            return whole(self, *args, **how)
+
+        monkeypatch.setattr(cls, "decode", decode)
+
+    class Stops:
+        quality, chat, stop, max_new_tokens = "short", False, ("e",), 16
+
+        def score(self, item: Item, answer: str) -> dict[str, bool]:
+            assert "e" not in answer
+            return {"short": item.id == "0"}
+
+    bench = Stops()
+    prompts = [(bench, Item(str(i), ""), [5 + i, 6]) for i in range(2)]
+    search = grid(block_sizes=[4], candidates=[0], blocks=[1])
+    points, _ = search(target, prompts, seed=0)  # type: ignore[arg-type]
+    names = [name for name, _ in order]
+    assert names == ["Autoregressive", "Jacobi"] * 2 + ["Jacobi", "Autoregressive"]
+    assert all(ends for _, ends in order)
+    assert [p["quality"] for p in points] == [0.5, 0.5]
 
 
 def test_verdict_near_the_knee() -> None:

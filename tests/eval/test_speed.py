@@ -34,6 +34,7 @@ def sample(batch: int, tokens: int, seconds: float) -> Sample:
         decoder="d",
         batch=batch,
         id=f"{batch}/{tokens}",
+        prompt_sha256="",
         text="",
         verdicts={},
         generation=Generation(tokens=[0] * tokens),
@@ -61,7 +62,8 @@ def test_speeds_by_hand() -> None:
     rows = [sample(0, 10, 2.0), sample(0, 20, 2.0), sample(1, 30, 1.0)]  # 15/s and 30/s
     found = speeds(rows, price_per_hour=36.0)
     assert found == pytest.approx(
-        {"average": 20, "max": 30, "top10": 22.5, "latency": 1.5, "price_per_million": 0.01 / 20 * 1e6}
+        {"average": 20, "max": 30, "top10": 22.5, "seconds_per_sample": 1.0, "latency": 1.5}
+        | {"price_per_million": 0.01 / 20 * 1e6}
     )
     assert speeds(rows, price_per_hour=None)["price_per_million"] is None
     many = speeds([sample(i, 1 + i, 1.0) for i in range(20)], price_per_hour=None)
@@ -106,7 +108,7 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
         "on": Speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY),
         "refined": Speculative(target=target, proposer=DraftProposer(draft, refinement_passes=2), sampling=toys.GREEDY),
     }.items():
-        line = round_profile(decoder, texts, device=CPU, max_new_tokens=12, stop_ids=(), seeds=[0] * 3)
+        line = round_profile(decoder, texts, device=CPU, batch_size=1, max_new_tokens=12, stop_ids=(), seeds=[0] * 3)
         outer = [ms for path, ms in line["spans"].items() if "/" not in path]
         assert sum(outer) + line["between spans"] == pytest.approx(line["milliseconds"])
         assert min(*outer, line["between spans"], line["unsynchronised"]) > 0
@@ -117,7 +119,26 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
     drafted = {"draft", "draft LM head", "sequential head", "draft context", "bookkeeping"}
     assert drafted <= lines["on"]["spans"].keys() - lines["ar"]["spans"].keys()
     with pytest.raises(UserError, match="no round to profile"):
-        round_profile(decoder, texts, device=CPU, max_new_tokens=1, stop_ids=(), seeds=[0] * 3)
+        round_profile(decoder, texts, device=CPU, batch_size=1, max_new_tokens=1, stop_ids=(), seeds=[0] * 3)
+
+
+def test_rounds_are_profiled_at_the_batch_size_in_use(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that share a pass: the spans of each pass are counted once, its rounds once a row."""
+    target, batches = toys.target(), []
+    decode = Autoregressive.decode
+
+    def seen(self: Autoregressive, prompts: list[list[int]], **how: object) -> list[Generation]:
+        batches.append((len(prompts), how["max_new_tokens"]))
+        return decode(self, prompts, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Autoregressive, "decode", seen)
+    line = round_profile(
+        Autoregressive(target=target, sampling=toys.GREEDY), [[1], [2, 3], [4], [5], [6]], device=CPU, batch_size=2,
+        max_new_tokens=7, stop_ids=(), seeds=[0] * 5,
+    )  # fmt: skip
+    assert line["rounds"] == 5 * 6
+    assert [size for size, new in batches if new == 1] == [2, 2, 1]
+    assert {size for size, _ in batches} == {1, 2}
 
 
 def test_ideal_speedup_by_hand() -> None:

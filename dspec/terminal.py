@@ -1,0 +1,15 @@
+"""Keeping the terminal for what the user asked for."""
+
+import logging
+import warnings
+
+
+def quiet() -> None:
+    """Leaves the terminal to the progress bar and the table."""
+    from transformers.utils.logging import disable_progress_bar
+
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "httpx", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for module in ("torchdata", "lightning"):  # deprecations inside the libraries
+        warnings.filterwarnings("ignore", module=module)
+    disable_progress_bar()  # transformers' bar over weight files

@@ -1,0 +1,80 @@
+"""What a folder given as `checkpoint=` is, and whether it can be evaluated as asked. Imports nothing heavy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from dspec.errors import UserError
+
+
+def draft_folder(checkpoint: Path) -> Path | None:
+    """Where the drafter of a run folder (or of a drafter's own folder) is; None for a run that trained a target."""
+    if not checkpoint.is_dir():
+        raise UserError(f"no checkpoint at {checkpoint}: give a run folder, or a drafter's folder with config.json")
+    if (checkpoint / "draft").is_dir():
+        return checkpoint / "draft"
+    if has_target(checkpoint):
+        return None
+    if not (checkpoint / "model.safetensors").is_file():
+        raise UserError(f"{checkpoint} holds neither draft/ nor target/ nor model.safetensors: did its run finish?")
+    return checkpoint
+
+
+def has_target(checkpoint: Path) -> bool:
+    """Whether the run trained the target's own weights."""
+    return (checkpoint / "target").is_dir()
+
+
+def run_config(checkpoint: Path | None) -> dict[str, Any]:
+    """The composed config of the run that made `checkpoint`; {} for a foreign drafter or none.
+
+    Raises UserError for a file that is not JSON.
+    """
+    for folder in [] if checkpoint is None else [checkpoint, checkpoint.parent]:
+        path = folder / "config.json"
+        if path.is_file():
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UserError(f"{path} is not JSON ({error}): restore it, or take another checkpoint") from error
+            if isinstance(config, dict) and "method" in config and "target" in config:
+                return config
+    return {}
+
+
+def checkpoint_of(cfg: DictConfig) -> Path | None:
+    return Path(cfg.checkpoint).expanduser() if cfg.checkpoint is not None else None
+
+
+def check_subject(cfg: DictConfig) -> None:
+    """Raises UserError unless `target` and `checkpoint` say together what is decoded."""
+    checkpoint = checkpoint_of(cfg)
+    named = "_target_" in (cfg.get("target") or {})
+    if checkpoint is None:
+        if not named:
+            raise UserError("nothing to evaluate: say target=<name>, checkpoint=<run folder>, or both")
+        return
+    folder, stored = draft_folder(checkpoint), run_config(checkpoint)
+    if folder is None and named:
+        raise UserError(
+            f"{checkpoint} has trained a target of its own: leave target= out (decoder=[base_autoregressive,...] runs "
+            "its base beside it; for the base alone leave checkpoint= out)"
+        )
+    if "target" in stored and not isinstance(stored["target"], dict):
+        raise UserError(f"{checkpoint}/config.json names no target: restore it, or take another checkpoint")
+    if folder is None and not stored:
+        raise UserError(
+            f"{checkpoint}/config.json is missing, or not a run's: restore it, or evaluate the model alone: "
+            f"target=hf target.path={checkpoint}/target"
+        )
+    if not stored and not named:
+        raise UserError(f"{checkpoint} does not say which target it belongs to: add target=<name>")
+
+
+def check_arguments(cfg: DictConfig) -> None:
+    """What can be seen wrong with conf/eval.yaml's keys before any model is loaded. Raises UserError."""
+    if "benchmark" not in cfg:
+        raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
+    check_subject(cfg)

@@ -1,0 +1,122 @@
+"""Does our AR loop keep up with transformers' own generate? Else every speedup over it would flatter.
+
+Both decode the same batches greedily, in turn, at the batch size of the evaluation, until the interval of the median
+ratio lies on one side of the floor.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.sampling import Sampling
+from dspec.models.target import Target
+
+
+def timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` gives, and its seconds; waits for CUDA."""
+    _synchronise(target)
+    start = time.perf_counter()
+    result = work()
+    _synchronise(target)
+    return result, time.perf_counter() - start
+
+
+def _synchronise(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def against_generate(
+    target: Target,
+    prompts: Sequence[list[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    most: int,
+    floor: float,
+) -> dict[str, Any]:
+    """Tokens per second of our AR loop over those of transformers' generate: the median over at most `most` batches
+    (batches of one: prompts; they come round again where there are fewer), its 95 % interval, and whether it reaches
+    `floor`. `trusted` is None where `most` is 0 and nothing was measured."""
+    ratios: list[float] = []
+    interval: list[float] | None = None
+    if most:
+        batches = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
+        _ratio(target, batches[0], max_new_tokens, stop_ids, ours_first=True)
+        for number, batch in enumerate(itertools.islice(itertools.cycle(batches), most)):
+            ratios.append(_ratio(target, batch, max_new_tokens, stop_ids, ours_first=number % 2 == 0))
+            interval = median_interval(ratios)
+            if interval is not None and not interval[0] < floor <= interval[1]:
+                break
+    ratio = statistics.median(ratios) if ratios else None
+    return {
+        "ar_over_generate": ratio,
+        "interval_95": interval,
+        "batches": len(ratios),
+        "batch_size": batch_size,
+        "floor": floor,
+        "trusted": None if ratio is None else ratio >= floor,
+    }
+
+
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """95 % interval of a median by order statistics, whatever the distribution; None for fewer than six values."""
+    n, below, k = len(values), 0.0, 0
+    while (below := below + math.comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    ranked = sorted(values)
+    return [ranked[k - 1], ranked[n - k]] if k else None
+
+
+def _ratio(
+    target: Target, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
+) -> float:
+    decoder = Autoregressive(target=target, sampling=Sampling(temperature=0.0, top_p=1.0))
+    seeds = [0] * len(batch)
+
+    def ours() -> int:
+        done = decoder.decode(batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seeds=seeds)
+        return sum(len(g.tokens) for g in done)
+
+    def theirs() -> int:
+        return _generate(target, batch, max_new_tokens, stop_ids)
+
+    speeds = {}
+    for work in (ours, theirs) if ours_first else (theirs, ours):
+        tokens, seconds = timed(target, work)
+        speeds[work] = tokens / seconds
+    return speeds[ours] / speeds[theirs]
+
+
+def _generate(target: Target, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> int:
+    """Number of tokens, up to and including each row's first stop, that transformers' own greedy generate gives."""
+    return sum(map(len, generated(target, batch, max_new_tokens, stop_ids)))
+
+
+def generated(
+    target: Target, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]
+) -> list[list[int]]:
+    """The answers of transformers' own greedy generate to a left-padded batch."""
+    width = max(map(len, batch))
+    pad = stop_ids[0] if stop_ids else 0
+    padded = [[pad] * (width - len(ids)) + ids for ids in batch]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]
+    target.tap(())
+    output = target.model.generate(
+        torch.tensor(padded, device=target.device),
+        attention_mask=torch.tensor(mask, device=target.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=pad,
+    )
+    answers = output[:, width:].tolist()
+    ends = [next((i + 1 for i, token in enumerate(row) if token in stop_ids), len(row)) for row in answers]
+    return [row[:end] for row, end in zip(answers, ends, strict=True)]

@@ -1,0 +1,43 @@
+"""positions_computed says what decoding cost: its sum over a batch is what the model computed after the prefill."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.blocks import Plan
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.proposers import DraftProposer
+from dspec.decoding.speculative import Speculative
+
+
+@pytest.mark.parametrize("kind", ["autoregressive", "speculative", "jacobi"])
+def test_rows_that_ride_along_when_done_are_counted(toys: SimpleNamespace, kind: str) -> None:
+    target, draft = toys.markov_pair(noise=0.02)
+    decoder: Any = {
+        "autoregressive": lambda: Autoregressive(target=target, sampling=toys.GREEDY),
+        "speculative": lambda: Speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY),
+        "jacobi": lambda: Jacobi(
+            target=target, sampling=toys.GREEDY,
+            plan=Plan(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2),
+        ),
+    }[kind]()  # fmt: skip
+    texts = toys.prompts(random.Random(2), 7, vocab=24)
+    shapes: list[int] = []
+    forward = target.model.get_decoder().forward
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        shapes.append(kwargs["input_ids"].numel())
+        return forward(*args, **kwargs)
+
+    target.model.get_decoder().forward = spy
+    lengths = set()
+    for stop in range(0, 24, 5):
+        shapes.clear()
+        done = decoder.decode(texts, max_new_tokens=12, stop_ids=[stop], seeds=[0] * 7)
+        _, *passes = shapes
+        assert sum(g.positions_computed for g in done) == sum(passes)
+        lengths |= {len(g.tokens) for g in done}
+    assert len(lengths) > 2  # rows did end at different times
