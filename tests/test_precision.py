@@ -41,7 +41,9 @@ def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:
     assert same / total < 0.05
 
 
-@pytest.mark.parametrize("tuning", [Full(share=1.0), LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "tuning", [Full(share=1.0), LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)], ids=["full", "lora"]
+)
 def test_what_is_trained_is_float32_what_is_frozen_stays(toys: SimpleNamespace, tuning: Any) -> None:
 
     target = toys.target(dtype=torch.bfloat16)
