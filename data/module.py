@@ -55,7 +55,8 @@ class Conversations(L.LightningDataModule):
         self.cache_dir = Path(cache_dir).expanduser()
         self.batch_size, self.max_length, self.validation, self.seed = batch_size, max_length, validation, seed
         self.sort_window = sort_window
-        self._target_sha256 = fingerprint(target.model)  # now: a method may add adapters to it
+        # now: a method may add adapters to it, and trains in float32
+        self._target_sha256, self._target_dtype = fingerprint(target.model), str(target.dtype)
         self._rows: list[Document] = []
         if target.tokenizer is None or target.tokenizer.chat_template is None:
             raise UserError(f"target {target.name!r} has no chat template; take an instruction-tuned target")
@@ -77,7 +78,7 @@ class Conversations(L.LightningDataModule):
             "prompt_policy": self.prompt_policy,
             "regeneration": dict(self.regeneration or {}),
             "stop_ids": list(self.target.stop_ids),
-            "dtype": str(self.target.dtype),
+            "dtype": self._target_dtype,
             "seed": self.seed,
         }
 

@@ -41,6 +41,10 @@ class Batch:
 class Method(nn.Module, ABC):
     """What is trained are its parameters with requires_grad, in float32 at least; checkpoints hold those alone."""
 
+    def begin(self) -> None:
+        """Called once when training begins; data have been written by the model as it was until then."""
+        float32_masters(self)
+
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs

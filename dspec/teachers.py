@@ -53,7 +53,8 @@ class Frozen(nn.Module):
         self._names = [name for name, p in target.named_parameters() if p.requires_grad]
         self._head = next(name for name, p in target.named_parameters() if p is target.lm_head.weight)
         for name in self._names:
-            weight = target.get_parameter(name).detach().clone()
+            weight = target.get_parameter(name).detach()
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
             self.register_buffer(_key(name), weight, persistent=self._in_checkpoint)
 
     def after_step(self, target: Target) -> None:

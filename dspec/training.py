@@ -148,7 +148,8 @@ def check_trainer(trainer: L.Trainer, method: Method) -> None:
     precision = str(trainer.precision)
     if precision in ("bf16-true", "16-true"):
         raise UserError(f"trainer.precision={precision} has no float32 weights to learn in; say bf16-mixed or 32-true")
-    dtypes = {p.dtype for p in method.parameters()}
+    # what is trained will be float32 (Method.begin)
+    dtypes = {torch.promote_types(p.dtype, torch.float32) if p.requires_grad else p.dtype for p in method.parameters()}
     if len(dtypes) > 1 and not precision.endswith("mixed"):
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         raise UserError(

@@ -28,6 +28,7 @@ def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:
     """20 AdamW steps at 1e-5: of bfloat16 weights 95 % would not change (finding 2)."""
     target = toys.target(hidden=64, vocab=41, scale=0.05, dtype=torch.bfloat16)
     method = _ar_base(target)
+    method.begin()
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
     optimizer = torch.optim.AdamW(method.parameters(), lr=1e-5, weight_decay=0.0)
     for step in range(20):
@@ -58,9 +59,12 @@ def test_what_is_trained_is_float32_what_is_frozen_stays(toys: SimpleNamespace, 
 
 
 class _Mixed(Method):
+    """Trains its first part."""
+
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
         self.parts = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=d) for d in dtypes)
+        self.parts[1:].requires_grad_(False)
 
     def loss(self, batch: Any, *, generators: Any) -> Any:
         raise AssertionError
@@ -75,6 +79,9 @@ def _trainer(**settings: Any) -> L.Trainer:
 
 def test_precisions_that_cannot_work_are_refused() -> None:
     one, two = _Mixed(torch.float32), _Mixed(torch.float32, torch.bfloat16)
+    check_trainer(_trainer(precision="32-true"), _Mixed(torch.bfloat16))  # all of it is trained, in float32
+    with pytest.raises(UserError, match="bf16-mixed"):  # adapters in the dtype of the weights beside them
+        check_trainer(_trainer(precision="32-true"), _Mixed(torch.bfloat16, torch.bfloat16))
     check_trainer(_trainer(precision="32-true"), one)
     check_trainer(_trainer(precision="bf16-mixed"), two)
     with pytest.raises(UserError, match=r"bfloat16 and float32.*bf16-mixed.*target\.dtype=float32"):

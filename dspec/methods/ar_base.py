@@ -13,7 +13,7 @@ from torch import Generator
 from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.losses import check_chunk, chunked_sum, token_loss
-from dspec.method import Batch, LossOutput, Method, float32_masters
+from dspec.method import Batch, LossOutput, Method
 from dspec.models.target import Target
 
 
@@ -24,7 +24,6 @@ class ARBase(Method):
         super().__init__()
         self.target, self.chunk_mb = target, check_chunk(chunk_mb)
         target.model.requires_grad_(True)
-        float32_masters(target.model)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         B, L = batch.ids_BL.shape

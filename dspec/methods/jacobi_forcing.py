@@ -24,7 +24,7 @@ from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
-from dspec.method import Batch, LossOutput, Method, float32_masters
+from dspec.method import Batch, LossOutput, Method
 from dspec.models.target import Target
 from dspec.noise import Distance, Schedule, depth
 from dspec.packing import TrajectoryBatch
@@ -152,7 +152,6 @@ class JacobiForcing(Method):
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt
         self.temperature, self.decay, self.chunk_mb = temperature, decay, check_chunk(chunk_mb)
         tuning.prepare(target)
-        float32_masters(target.model)
         teacher.bind(target)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:

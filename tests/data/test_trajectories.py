@@ -344,3 +344,13 @@ def test_statistics_of_the_embedded_base(target: Target, tmp_path: Path) -> None
     assert settings["block_size"] == 6
     assert {"target_sha256", "prompt_policy", "regeneration", "seed", "stop_ids"} <= settings.keys()
     assert Sampling(temperature=settings["regeneration"]["temperature"], top_p=1.0).greedy
+
+
+def test_settings_name_the_dtype_that_the_target_came_in(tmp_path: Path) -> None:
+    """A method trains in float32: what is collected then, or ahead by data.collect, must have one key."""
+    target = embedded_target(dtype="bfloat16", device="cpu")
+    own = module(target, tmp_path)
+    before = own.settings()
+    target.to(torch.float32)
+    assert own.settings() == before
+    assert before["dtype"] == "torch.bfloat16"
