@@ -5,6 +5,7 @@ goes on mid-epoch. Each rank loads its own share of every batch: the trainer mus
 (use_distributed_sampler: false). Legend: B = rows, L = positions.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,25 @@ class Conversations(L.LightningDataModule):
         self._rows = [(ids, start) for ids, start in self._rows if len(ids) > start + 1]
         if len(self._rows) <= self.validation:
             raise UserError(f"{len(self._rows)} usable responses leave nothing to train on; raise the prompt count")
+
+    def _digest(self) -> str:
+        """Of the rows that are trained on, in their order."""
+        digest = hashlib.sha256()
+        for ids, start in self._rows:
+            digest.update(torch.tensor([start, *ids], dtype=torch.int32).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must find: Lightning keeps it in the checkpoint."""
+        return {"rows": self._digest()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UserError when the training data have changed: a run cannot go on in the middle of other data."""
+        if state_dict["rows"] != self._digest():
+            raise UserError(
+                "the training data (prompts or responses) are not those that this run began with: bring them back, or "
+                "start a new run"
+            )
 
     def _row(self, prompt: Sequence[int], response: Sequence[int]) -> Document:
         return [*prompt, *response][: self.max_length], len(prompt)

@@ -9,6 +9,8 @@ on the batch's shape, so that a batch is run whole). A changed prompt is decoded
 stay. Samples are views of the memory-mapped files: what is not in a batch takes no memory.
 """
 
+import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -231,6 +233,13 @@ class Trajectories(Conversations):
             )
         self._held_out = pack(usable[: self.validation], row_length=self.row_length)
         self._packed = pack(usable[self.validation :], row_length=self.row_length)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for sample in itertools.chain.from_iterable([*self._held_out, *self._packed]):
+            for part in (sample.prompt_P, sample.response_R, sample.states_Sn, sample.count_J):
+                digest.update(part.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def _within(self, sample: Sample) -> Sample:
         """The blocks that fit `max_length`."""

@@ -65,6 +65,14 @@ class CalibrateSTS:
                 f"slots; give at least {slots + 1}, better hundreds"
             )
 
+    def check_prompts(self, count: int) -> None:
+        """Raises UserError when there are too few of them to fit on some and to report on others."""
+        if not self.folds <= round(count * self.fit_share) < count:
+            raise UserError(
+                f"{count} calibration prompts are too few for fit_share={self.fit_share} and {self.folds} folds: raise "
+                "the data source's calibration count"
+            )
+
     def __call__(
         self,
         *,
@@ -99,12 +107,7 @@ class CalibrateSTS:
     def _fit(
         self, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
     ) -> dict[str, Any]:
-        fits = round(len(prompts) * self.fit_share)
-        if not self.folds <= fits < len(prompts):
-            raise UserError(
-                f"{len(prompts)} calibration prompts are too few for fit_share={self.fit_share} and {self.folds} "
-                "folds: raise the data source's calibration count"
-            )
+        self.check_prompts(len(prompts))
         decoder = Speculative(
             target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
         )

@@ -72,7 +72,8 @@ def _run_dir(resume: str | None, recipe: str | None) -> str:
 def started() -> str:
     """When this run began, one answer for all its ranks: they share a run folder that is named by it.
 
-    A rank that Lightning starts inherits it. Under torchrun rank 0 tells the others through the agent's store.
+    A rank that Lightning starts inherits it. Under torchrun rank 0 tells the others through the agent's store, the
+    tasks of a Slurm step have the step's number.
     """
     if _STARTED not in os.environ:
         os.environ[_STARTED] = _agreed(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
@@ -81,6 +82,8 @@ def started() -> str:
 
 def _agreed(own: str) -> str:
     """`own` of rank 0. Raises UserError where ranks were started one by one and share no store."""
+    if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return own
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,7 +1,6 @@
 """What the trainer needs around Lightning: atomic checkpoints, the loss history, resuming."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +133,9 @@ def check_trainer(trainer: L.Trainer, method: Method) -> None:
             f"trainer.strategy={type(trainer.strategy).__name__} is not supported: it shards frozen and trained "
             "weights of two dtypes together, and checkpoints and exports need whole ones; say strategy=ddp (or auto)"
         )
-    launched_here = "LOCAL_RANK" not in os.environ
-    if (
-        trainer.world_size > 1
-        and HydraConfig.initialized()
-        and HydraConfig.get().mode == RunMode.MULTIRUN
-        and launched_here
-    ):
+    sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    environment = trainer.strategy.cluster_environment if isinstance(trainer.strategy, DDPStrategy) else None
+    if sweep and environment is not None and not environment.creates_processes_externally:
         raise UserError(
             "a sweep (-m) cannot start several ranks itself, their settings would mix: run its trials one by one, or "
             "start each under torchrun with a Hydra launcher"
@@ -148,6 +143,8 @@ def check_trainer(trainer: L.Trainer, method: Method) -> None:
     precision = str(trainer.precision)
     if precision in ("bf16-true", "16-true"):
         raise UserError(f"trainer.precision={precision} has no float32 weights to learn in; say bf16-mixed or 32-true")
+    if precision == "16-mixed":  # the losses take their gradient before a scaler could lift it into float16's range
+        raise UserError("trainer.precision=16-mixed loses small gradients; say bf16-mixed or 32-true")
     # what is trained will be float32 (Method.begin)
     dtypes = {torch.promote_types(p.dtype, torch.float32) if p.requires_grad else p.dtype for p in method.parameters()}
     if len(dtypes) > 1 and not precision.endswith("mixed"):

@@ -2,10 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dspec import config
+from dspec.errors import UserError
 from dspec.train import main
 
 Failing = Callable[..., str]
@@ -53,6 +57,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["recipe=dspark", "benchmark.problems.max_new_tokens=2000"], ["max_new_tokens", "context"]),
         (["recipe=dspark", "target.dtype=float8"], ["float8"]),
         (["recipe=dspark", "draft=none"], ["draft"]),
+        (["recipe=dspark", "data.source.calibration={problems: 3, functions: 0}"], ["3 calibration prompts"]),
+        (["recipe=dspark", "target.dtype=bfloat16"], ["trainer.precision=bf16-mixed", "target.dtype=float32"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else None,
 )
@@ -75,3 +81,19 @@ def test_mistyped_key_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) ->
 def test_gsm8k_without_data(failing: Failing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DSPEC_DATA", str(tmp_path))
     assert str(tmp_path) in failing("recipe=dspark", "data=gsm8k")
+
+
+def test_ranks_agree_on_when_their_run_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks the clock at another moment; what they agree on names their folder."""
+    for name in ("DSPEC_STARTED", "WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    moments = iter(datetime(2026, 1, 1, 0, 0, second) for second in range(60))
+    monkeypatch.setattr(config, "datetime", SimpleNamespace(now=lambda: next(moments)))
+    assert config.started() == config.started() == "2026-01-01_00-00-00"  # and what it starts inherits it
+    monkeypatch.delenv("DSPEC_STARTED")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"say hydra\.run\.dir=<folder>"):
+        config.started()
+    for name, value in (("SLURM_STEP_ID", "3"), ("SLURM_JOB_ID", "17"), ("SLURM_STEP_NUM_TASKS", "2")):
+        monkeypatch.setenv(name, value)
+    assert config.started() == "slurm-17.3"

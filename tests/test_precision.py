@@ -6,6 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from dspec.errors import UserError
 from dspec.method import Batch, Method, float32_masters
@@ -88,6 +89,14 @@ def test_precisions_that_cannot_work_are_refused() -> None:
         check_trainer(_trainer(precision="32-true"), two)
     with pytest.raises(UserError, match=r"bf16-true has no float32 weights"):
         check_trainer(_trainer(precision="bf16-true"), one)
+
+
+def test_float16_is_refused() -> None:
+    trainer: Any = SimpleNamespace(
+        strategy=SingleDeviceStrategy(torch.device("cpu")), precision="16-mixed", world_size=1, num_nodes=1
+    )
+    with pytest.raises(UserError, match="16-mixed loses small gradients"):
+        check_trainer(trainer, _Mixed(torch.float32))
 
 
 def test_strategies_that_shard_are_refused() -> None:

@@ -290,7 +290,8 @@ def load_target(*, path: str, name: str, dtype: str, device: str, mask_token_id:
 
 def local_device(device: str) -> str:
     """`device`, or where several processes share a machine this process's own GPU in the place of "cuda"."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return f"cuda:{rank}" if device == "cuda" else device
 
 
 def embedded_target(*, dtype: str, device: str) -> Target:

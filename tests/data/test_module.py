@@ -318,3 +318,16 @@ def test_data_modules_ask_the_trainer_for_their_rank(target: Target, tmp_path_fa
         assert sorted(parts[0][0][step] + parts[1][0][step]) == sorted(rows)
     assert {len(own) for _, own in parts} == {1}
     assert sorted(parts[0][1][0] + parts[1][1][0]) == sorted(held[0])
+
+
+def test_a_run_does_not_go_on_with_other_data(toys: SimpleNamespace) -> None:
+    """Lightning keeps the digest in the checkpoint and gives it back when a run is resumed."""
+    own = Conversations.__new__(Conversations)
+    rows = [([1, 2, 3, 4], 2), ([5, 6, 7], 1)]
+    own._rows = rows
+    kept = own.state_dict()
+    own.load_state_dict(kept)
+    for other in ([rows[1], rows[0]], rows[:1], [rows[0], ([5, 6, 8], 1)], [rows[0], ([5, 6, 7], 2)]):
+        own._rows = other
+        with pytest.raises(UserError, match=r"training data .* are not those"):
+            own.load_state_dict(kept)
