@@ -74,11 +74,14 @@ def train(cfg: DictConfig) -> None:
     log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
     method.to(trainer.strategy.root_device)  # responses are written there, too
     module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
-    trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)
+    except SystemExit as stopped:  # how Lightning ends on Ctrl-C and on SIGTERM: without a word, on SIGTERM with code 0
+        if not trainer.is_global_zero:
+            raise
+        raise UserError(f"interrupted; go on with resume={run_dir}") from stopped
     if not trainer.is_global_zero:
         return
-    if trainer.interrupted:
-        raise UserError(f"interrupted; go on with the same command and resume={run_dir}")
     torch.use_deterministic_algorithms(False)  # what follows is timed
     method.finish()
     for part in parts.values():  # Lightning has left them on the CPU

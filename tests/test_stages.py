@@ -1,6 +1,9 @@
 """The stages of the main job: where models lie and in which dtype, what each leaves behind, and what a kill costs."""
 
 import json
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,25 @@ def test_the_drafter_is_saved_before_calibration_and_calibrated_as_it_ships(
     trained = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)
     assert {t.dtype for t in trained["state_dict"].values()} == {torch.float32}
     assert trained["global_step"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_says_how_to_go_on(number: int, small_job: Any, tmp_path: Path) -> None:
+    """Lightning ends on both without a word, on SIGTERM with exit code 0: a scheduler would take it for done."""
+    run = tmp_path / "run"
+    process = small_job.start(
+        "trainer.max_steps=100000",
+        f"hydra.run.dir={run}",
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while process.poll() is None and not (run / "checkpoints" / "last.ckpt").exists():
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said.decode().splitlines()[-1] == f"error: interrupted; go on with resume={run}"
 
 
 @pytest.mark.slow
