@@ -65,12 +65,19 @@ class CalibrateSTS:
                 f"slots; give at least {slots + 1}, better hundreds"
             )
 
-    def check_prompts(self, count: int) -> None:
-        """Raises UserError when there are too few of them to fit on some and to report on others."""
-        if not self.folds <= round(count * self.fit_share) < count:
+    def check_prompts(self, target: Target, draft: Draft, prompts: Sequence[list[int]]) -> None:
+        """Raises UserError for too few prompts, or one that leaves no room for an answer in target or drafter."""
+        if not self.folds <= round(len(prompts) * self.fit_share) < len(prompts):
             raise UserError(
-                f"{count} calibration prompts are too few for fit_share={self.fit_share} and {self.folds} folds: raise "
-                "the data source's calibration count"
+                f"{len(prompts)} calibration prompts are too few for fit_share={self.fit_share} and {self.folds} "
+                "folds: raise the data source's calibration count"
+            )
+        longest = max(map(len, prompts))
+        room = min(target.max_positions, draft.config.transformer.max_position_embeddings)
+        if longest + self.max_new_tokens > room:
+            raise UserError(
+                f"a calibration prompt of {longest} tokens and calibration.max_new_tokens={self.max_new_tokens} exceed "
+                f"{room} positions; lower it, or shorten the prompt"
             )
 
     def __call__(
@@ -107,7 +114,7 @@ class CalibrateSTS:
     def _fit(
         self, target: Target, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
     ) -> dict[str, Any]:
-        self.check_prompts(len(prompts))
+        self.check_prompts(target, draft, prompts)
         decoder = Speculative(
             target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
         )

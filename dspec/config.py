@@ -28,7 +28,7 @@ from dspec.errors import UserError
 
 # Leaves (by name, or path) that hold whole numbers, and their least value; None: any.
 _WHOLE: dict[str, int | None] = {
-    "seed": None,
+    "seed": 0,
     "limit": 1,
     "count": 1,
     "batch_size": 1,
@@ -36,6 +36,8 @@ _WHOLE: dict[str, int | None] = {
     "evaluation.warmup": 0,
     "evaluation.generate_prompts": 0,
 }
+
+_NUMBERS = ("generate_floor", "top_p", "temperature", "lr", "warmup")  # shares among them
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -137,6 +139,8 @@ def check_values(cfg: DictConfig) -> None:
             continue  # what it refers to is looked at where it stands
         if name in _WHOLE or path in _WHOLE:
             _check_whole(path, name, value)
+        elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"{path}={value} must be a number")
         elif name == "temperatures":
             _check_temperatures(path, value)
 
@@ -151,6 +155,8 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check_whole(path: str, name: str, value: Any) -> None:
     least = _WHOLE[name if name in _WHOLE else path]
+    if name == "seed" and isinstance(value, int) and value >= 2**32:
+        raise UserError(f"{path}={value} must be below 2**32")
     whole = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
     if not whole and not (value is None and name in ("seed", "limit")):  # null: not drawn; all
         least_of = "" if least is None else f" of at least {least}"

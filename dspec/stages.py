@@ -58,7 +58,7 @@ def train(cfg: DictConfig) -> None:
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
     if calibrate is not None:
         calibrate.check(draft)
-        calibrate.check_prompts(len(data.encoded("calibration")))
+        calibrate.check_prompts(target, draft, [ids for _, ids in data.encoded("calibration")])
     evaluation.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
     history = History()
     trainer: L.Trainer = instantiate(

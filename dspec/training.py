@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.atomic import atomic_file
@@ -133,6 +134,8 @@ def check_trainer(trainer: L.Trainer, method: Method) -> None:
             f"trainer.strategy={type(trainer.strategy).__name__} is not supported: it shards frozen and trained "
             "weights of two dtypes together, and checkpoints and exports need whole ones; say strategy=ddp (or auto)"
         )
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise UserError("ranks are started by command, not spawned or forked: say trainer.strategy=ddp")
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     environment = trainer.strategy.cluster_environment if isinstance(trainer.strategy, DDPStrategy) else None
     if sweep and environment is not None and not environment.creates_processes_externally:

@@ -72,7 +72,10 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
             if (other := found[key].get(seed)) is None:
                 found[key][seed] = outcome
             elif not (_is_serial(own[0]) and other.right == outcome.right):  # plain AR beside several methods
-                raise UserError(f"two runs of {key[0]!r} with the same settings have seed {seed}: give each once")
+                raise UserError(
+                    f"two runs of {key[0]!r} have seed {seed}: give each once, and compare runs of one target, with "
+                    "the same benchmarks and limits"
+                )
     return dict(found)
 
 

@@ -17,12 +17,11 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _quality(row: Row) -> str:
-    """Per cent, and how far the farther end of the 95 % interval is."""
+    """Per cent, and the 95 % interval."""
     if row["quality"] is None:
         return "–"
     low, high = row["interval_95"]["quality"]
-    reach = max(high - row["quality"], row["quality"] - low)
-    return f"{100 * row['quality']:.1f} ±{100 * reach:.1f}"
+    return f"{100 * row['quality']:.1f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def marked_lossless(row: Row) -> bool:
@@ -83,7 +82,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def legend(rows: Sequence[Row]) -> str:
     """What the table's headers and marks mean, as far as they occur."""
-    lines = ["±: to the farther end of the 95 % interval over prompts (Wilson)."]
+    lines = ["(low-high): 95 % interval over prompts (Wilson)."]
     if any(map(marked_lossless, rows)):
         lines.append(f"{LOSSLESS}: lossless, the law of its AR row: another quality there is chance or rounding.")
     lines.append("x AR: tokens per second over AR of the same weights, median over prompts.")

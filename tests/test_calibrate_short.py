@@ -1,6 +1,7 @@
 """The calibration stage where answers end too early for all slots to count: one line says so."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,3 +94,43 @@ def test_the_shortest_answers_of_a_real_drafter(toys: SimpleNamespace) -> None:
     assert report["slots"][-1]["valid"] > 0
     with pytest.raises(UserError, match="no calibration rounds"):
         own(target=target, draft=draft, prompts=[[1 + i % 9] for i in range(30)], stop_ids=range(11))
+
+
+def test_too_few_prompts_or_no_room_are_seen_before_training(toys: SimpleNamespace) -> None:
+    target = toys.target(positions=128)
+    draft = toys.draft(target, block=3, confidence=True)
+    stage().check_prompts(target, draft, [[1] * 29] * 5)
+    with pytest.raises(UserError, match="4 calibration prompts are too few"):
+        stage().check_prompts(target, draft, [[1]] * 4)
+    with pytest.raises(UserError, match=r"prompt of 30 tokens and calibration\.max_new_tokens=99 exceed 128 positions"):
+        stage().check_prompts(target, draft, [[1]] * 9 + [[1] * 30])
+
+
+def test_an_outcome_is_kept_for_the_same_weights_prompts_and_settings_alone(
+    toys: SimpleNamespace, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, asked = toys.target(), []
+    draft = toys.draft(target, block=3, head="vanilla", confidence=True)
+    other, changed = toys.target(seed=1), toys.draft(target, seed=1, block=3, head="vanilla", confidence=True)
+
+    class Decoder:
+        def __init__(self, **options: Any) -> None:
+            asked.append(options)
+
+        def decode(self, batch: Any, **options: Any) -> list[Generation]:
+            return generations(batch, true=TRUE)
+
+    monkeypatch.setattr(calibrate, "Speculative", Decoder)
+    how: dict[str, Any] = {"target": target, "draft": draft, "prompts": PROMPTS, "stop_ids": (1,)}
+    artefact = tmp_path / "calibration.json"
+    first = stage()(**how, artefact=artefact)
+    fitted, draft.calibration = draft.calibration, None
+    assert stage()(**how, artefact=artefact) == first
+    assert (draft.calibration, len(asked)) == (fitted, 1)
+    for number, change in enumerate(
+        ({"target": other}, {"draft": changed}, {"prompts": PROMPTS[1:]}, {"stop_ids": (2,)}), start=2
+    ):
+        stage()(**(how | change), artefact=artefact)
+        assert len(asked) == number
+    stage(seed=1)(**how, artefact=artefact)
+    assert len(asked) == 6

@@ -12,7 +12,8 @@ from dspec.errors import UserError
 from dspec.method import Batch, Method, float32_masters
 from dspec.methods.ar_base import ARBase
 from dspec.methods.jacobi_forcing import Full, LoRA
-from dspec.models.target import Target
+from dspec.models.target import Target, local_device
+from dspec.teachers import Frozen, Moving
 from dspec.training import check_trainer
 
 
@@ -103,3 +104,32 @@ def test_strategies_that_shard_are_refused() -> None:
     trainer = SimpleNamespace(strategy=SimpleNamespace())
     with pytest.raises(UserError, match=r"SimpleNamespace is not supported.*strategy=ddp"):
         check_trainer(trainer, _Mixed(torch.float32))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("teacher", [Frozen(), Moving(decay=0.5)], ids=["frozen", "moving"])
+def test_what_teachers_and_interpolation_keep_of_a_bfloat16_target_is_float32(
+    toys: SimpleNamespace, teacher: Any
+) -> None:
+    """A moving average in bfloat16 would stand still, as weights would (finding 2)."""
+    target = toys.target(dtype=torch.bfloat16)
+    tuning = Full(share=0.5)
+    tuning.prepare(target)
+    teacher.bind(target)
+    kept = [*teacher.buffers(), *tuning._before.values()]
+    assert {tensor.dtype for tensor in kept} == {torch.float32}
+    before = target.lm_head.weight.detach().float()
+    float32_masters(target.model)
+    with torch.no_grad():
+        target.lm_head.weight.add_(2**-12)  # less than bfloat16 holds beside most weights
+    tuning.merge(target)
+    torch.testing.assert_close(target.lm_head.weight.detach(), before + 2**-13, rtol=0, atol=1e-7)
+
+
+def test_each_process_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    assert [local_device(name) for name in ("cpu", "cuda", "cuda:3")] == ["cpu", "cuda:0", "cuda:3"]
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert local_device("cuda") == "cuda:2"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert local_device("cuda") == "cuda:1"

@@ -76,7 +76,7 @@ def test_methods_over_seeds(tmp_path: Path) -> None:
         "a − b (seed 0, 1, 2)\n      quality % +50.0 (-41.9 to +141.9), 4 prompts\n      tau +0.55 (+0.43 to +0.67)"
         in text
     )
-    with pytest.raises(UserError, match="two runs of 'a' with the same settings have seed 0"):
+    with pytest.raises(UserError, match="two runs of 'a' have seed 0"):
         compare([folders[0], folders[0]])
 
 
