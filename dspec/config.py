@@ -168,6 +168,8 @@ def _check_temperatures(path: str, value: Any) -> None:
     if not numbers or any(isinstance(t, bool) or not isinstance(t, int | float) or t < 0 for t in numbers):
         example = f"[{value}]" if isinstance(value, int | float) else "[0.0,1.0]"
         raise UserError(f"{path}={value} must be a list of at least one temperature, 0 or above: {path}={example}")
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"{path}={value} has a temperature twice: say each once")
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

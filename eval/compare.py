@@ -18,7 +18,7 @@ from typing import Any
 
 from dspec.config import one_line_errors
 from dspec.errors import UserError
-from eval.results import flat, read_results, read_verdicts
+from eval.results import BASE, flat, read_results, read_verdicts
 
 # two-sided 95 % quantiles of Student's t for 1..9 degrees of freedom
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -69,9 +69,9 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
         for key, own in rows.items():
             seed = result["run"]["seed"]
             outcome = _outcome(own, verdicts)
-            if (other := found[key].get(seed)) is None:
+            if seed not in found[key]:
                 found[key][seed] = outcome
-            elif not (_is_serial(own[0]) and other.right == outcome.right):  # plain AR beside several methods
+            elif not _shared(own[0], result):
                 raise UserError(
                     f"two runs of {key[0]!r} have seed {seed}: give each once, and compare runs of one target, with "
                     "the same benchmarks and limits"
@@ -79,8 +79,17 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
     return dict(found)
 
 
-def _is_serial(row: Mapping[str, Any]) -> bool:
-    return bool(row["tau"] is None)
+def _shared(row: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Whether a row is plain AR of weights that the run did not train: the same beside several methods."""
+    trains = any(other["decoder"]["name"] == BASE for other in result["rows"])
+    return row["tau"] is None and (row["decoder"]["name"] == BASE or not trains)
+
+
+def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows of plain AR have in common where one can stand for the other: target, prompts, sampling."""
+    source = result["run"].get("benchmarks", {}).get(row["benchmark"], {})
+    settings = sorted((name, str(value)) for name, value in row["decoder"].items())
+    return row["target"], row["benchmark"], row["n"], str(source.get("sha256")), *settings
 
 
 def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any]) -> Outcome:
@@ -109,8 +118,14 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
     for method in methods:
         own = [i for i, (_, result) in enumerate(runs) if any(row["method"] == method for row in result["rows"])]
         seeds = [runs[i][1]["run"]["seed"] for i in own]
-        serial = all(_is_serial(row) for i in own for row in runs[i][1]["rows"] if row["method"] == method)
-        differing = {} if serial or len(set(seeds)) == len(seeds) else _differing([runs[i][1] for i in own])
+        rows = [[row for row in runs[i][1]["rows"] if row["method"] == method] for i in own]
+        shared = all(_shared(row, runs[i][1]) for i, of_run in zip(own, rows, strict=True) for row in of_run)
+        kinds = {
+            (seed, *(_basis(row, runs[i][1]) for row in of_run))
+            for i, of_run, seed in zip(own, rows, seeds, strict=True)
+        }
+        same = shared and len(kinds) == len(set(seeds))
+        differing = {} if same or len(set(seeds)) == len(seeds) else _differing([runs[i][1] for i in own])
         for at, i in enumerate(own):
             names[i][method] = " ".join([method, *(f"{key}={values[at]}" for key, values in differing.items())])
     return names
@@ -131,6 +146,8 @@ def _differing(results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...
 
 def compare(folders: Sequence[Path]) -> str:
     """The comparison as text: methods by temperature, then the differences of each two."""
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("a folder is there twice: give each run once")
     found = outcomes([(folder, read_results(folder)) for folder in folders])
     lines = []
     for temperature in sorted({t for _, t in found}):

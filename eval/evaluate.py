@@ -24,12 +24,11 @@ from dspec.provenance import fingerprint
 from eval.benchmarks.base import Benchmark, Item
 from eval.gate import against_generate, timed
 from eval.progress import Meter
+from eval.results import BASE, BASELINE
 from eval.rows import Row, row
 from eval.samples import Sample, SampleLog, digest
 from eval.table import line
 
-BASELINE = "autoregressive"
-BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
 Prompts = list[tuple[Item, list[int]]]
 Check = dict[str, Any]
 T = TypeVar("T")
@@ -169,6 +168,7 @@ class Evaluation:
             stop_ids=stop_ids,
             most=self.generate_prompts,
             floor=self.generate_floor,
+            tick=lambda: meter.advance(0),
         )
 
     def _run(
@@ -203,6 +203,7 @@ class Evaluation:
         for batch in batches[: self.warmup]:
             for decoder in decoders.values():
                 decode(decoder, batch)
+                meter.advance(0)
         if batches:
             meter.phase(f"{name} T={temperature:g}")
         for number, batch in enumerate(batches, first):

@@ -41,10 +41,11 @@ def against_generate(
     stop_ids: Sequence[int],
     most: int,
     floor: float,
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Tokens per second of our AR loop over those of transformers' generate: the median over at most `most` batches
     (batches of one: prompts; they come round again where there are fewer), its 95 % interval, and whether it reaches
-    `floor`. `trusted` is None where `most` is 0 and nothing was measured."""
+    `floor`. `trusted` is None where `most` is 0 and nothing was measured. `tick` is called after each batch."""
     ratios: list[float] = []
     interval: list[float] | None = None
     if most:
@@ -52,6 +53,7 @@ def against_generate(
         _ratio(target, batches[0], max_new_tokens, stop_ids, ours_first=True)
         for number, batch in enumerate(itertools.islice(itertools.cycle(batches), most)):
             ratios.append(_ratio(target, batch, max_new_tokens, stop_ids, ours_first=number % 2 == 0))
+            tick()
             interval = median_interval(ratios)
             if interval is not None and not interval[0] < floor <= interval[1]:
                 break

@@ -16,7 +16,8 @@ from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
 from eval.checkpoints import check_arguments
-from eval.evaluate import BASELINE, Check, Contender, Evaluation
+from eval.evaluate import Check, Contender, Evaluation
+from eval.results import BASELINE
 from eval.rows import Row
 from eval.subject import Subject, load_subject
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from dspec.errors import UserError
 
+BASELINE = "autoregressive"
+BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
+
 
 def read_results(folder: Path) -> dict[str, Any]:
     """results.json of a finished run. Raises UserError when it is missing, malformed or of a run that did not end."""

@@ -87,6 +87,8 @@ class SampleLog:
         self._lock.release()
 
     def _take_up(self, raw: bytes) -> None:
+        if raw and not raw.startswith(b'{"settings"'[: len(raw)]):
+            raise UserError(f"{self.path} is not what an evaluation writes; move the file away")
         lines = raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True)
         kept, pending = 0, 0  # bytes of whole batches, bytes of the batch being read
         batch: list[Sample] = []
@@ -123,7 +125,7 @@ class SampleLog:
         if len(answered) > len(asked):
             raise UserError(
                 f"{self.path} has answers to {len(answered)} prompts of {benchmark}, {len(asked)} are asked now: the "
-                "limit can grow, not shrink"
+                f"limit can grow, not shrink; say limit={len(answered)} or more"
             )
         if other := [old[0] for old, new in zip(answered, asked, strict=False) if old != new]:
             raise UserError(

@@ -29,7 +29,8 @@ def made(
     for i, (tau, rounds) in enumerate(taus):
         for name, own in (("speculative", tau), ("autoregressive", None)):
             rows.append({
-                "method": method if own else "AR", "benchmark": f"b{i}", "quality_name": "ok", "n": len(right),
+                "method": method if own else "AR", "target": "tiny", "benchmark": f"b{i}",
+                "quality_name": "ok", "n": len(right),
                 "decoder": {"name": name, "temperature": 0.0}, "tau": own, "tpf": own or 1.0,
                 "nfe": rounds + 2, "nfe_prefill": 2, "speedup": tau / 2 if own else 1.0,
             })  # fmt: skip
@@ -76,8 +77,40 @@ def test_methods_over_seeds(tmp_path: Path) -> None:
         "a − b (seed 0, 1, 2)\n      quality % +50.0 (-41.9 to +141.9), 4 prompts\n      tau +0.55 (+0.43 to +0.67)"
         in text
     )
-    with pytest.raises(UserError, match="two runs of 'a' have seed 0"):
+    with pytest.raises(UserError, match="a folder is there twice"):
         compare([folders[0], folders[0]])
+    again = made(tmp_path / "again", "a", 0, [(2.5, 10)])
+    with pytest.raises(UserError, match="two runs of 'a' have seed 0"):
+        compare([folders[0], again])
+
+
+def test_plain_ar_of_other_targets_or_prompts_has_its_own_line(tmp_path: Path) -> None:
+    """AR of one target on the same prompts stands once beside several methods, any other AR beside it."""
+    first = made(tmp_path / "first", "a", 0, [(2.0, 10)], config={"target": "one", "label": "a"})
+    for change, name in (({"target": "two"}, "target=two"), ({"n": 5}, "limit=5")):
+        other = made(tmp_path / name, "b", 0, [(2.0, 10)], config=dict([name.split("=")]) | {"label": "b"})
+        results = json.loads((other / "results.json").read_text())
+        results["rows"] = [row | change if row["method"] == "AR" else row for row in results["rows"]]
+        (other / "results.json").write_text(json.dumps(results))
+        text = compare([first, other])
+        ours = [line for line in text.splitlines() if line.startswith("  AR ") and "−" not in line]
+        assert len(ours) == 2
+        assert any(name in line for line in ours)
+    trained = []
+    for schedule in ("one", "two"):  # weights that the run trained are its own
+        folder = made(tmp_path / schedule, schedule, 0, [(2.0, 10)], config={"schedule": schedule})
+        results = json.loads((folder / "results.json").read_text())
+        (own,) = [row for row in results["rows"] if row["method"] == "AR"]
+        base = own | {"method": "AR base", "decoder": own["decoder"] | {"name": "base_autoregressive"}}
+        samples = (folder / "samples.jsonl").read_text().splitlines()
+        ar = [json.loads(line) for line in samples[1:] if json.loads(line)["decoder"] == own["decoder"]["name"]]
+        copies = [json.dumps(row | {"decoder": "base_autoregressive"}) for row in ar]
+        (folder / "samples.jsonl").write_text("\n".join([*samples, *copies]) + "\n")
+        (folder / "results.json").write_text(json.dumps(results | {"rows": [*results["rows"], base]}))
+        trained.append(folder)
+    lines = compare(trained).splitlines()
+    assert [line for line in lines if line.startswith("  AR base ") and "−" not in line] == ["  AR base (seed 0)"]
+    assert len([line for line in lines if line.startswith("  AR schedule=") and "−" not in line]) == 2
 
 
 def test_runs_that_differ_in_a_setting_alone(tmp_path: Path) -> None:

@@ -45,15 +45,21 @@ def test_it_goes_on_until_the_interval_is_clear(
     toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ratios: list[float], batches: int, trusted: bool
 ) -> None:
     seen: list[int] = []
+    first: list[bool] = []
+    ticks: list[None] = []
     left = iter([1.0, *ratios])  # the first one warms up
 
     def ratio(target: object, batch: list[list[int]], *args: Any, **how: Any) -> float:
         seen.append(len(batch))
+        first.append(how["ours_first"])
         return next(left)
 
     monkeypatch.setattr(gate, "_ratio", ratio)
     options: dict[str, Any] = {"max_new_tokens": 4, "stop_ids": (), "floor": 0.9}
-    check = against_generate(toys.target(), [[1], [2], [3], [4], [5]], batch_size=2, most=12, **options)
+    texts = [[1], [2], [3], [4], [5]]
+    check = against_generate(toys.target(), texts, batch_size=2, most=12, tick=lambda: ticks.append(None), **options)
+    assert first[1:5] == [True, False, True, False]  # each goes first in turn
+    assert len(ticks) == batches
     assert (check["batches"], check["trusted"], check["batch_size"]) == (batches, trusted, 2)
     assert seen[:5] == [2, 2, 2, 1, 2]  # at the batch size in use, round and round
     check = against_generate(toys.target(), [[1]], batch_size=2, most=0, **options)
