@@ -221,7 +221,7 @@ def test_folded_heads_equal_plain_ones(form: str, queries: int, scale: float | N
     mask = {"none": None, "float": masks.additive(allowed, torch.float64)}.get(form, allowed)
     if mask is None:
         allowed = torch.ones_like(allowed)
-    assert _folds(q, k, mask)
+    assert _folds(q.bfloat16(), k.bfloat16(), mask)
     scores = q @ k.repeat_interleave(3, 1).transpose(-1, -2) * (W**-0.5 if scale is None else scale)
     expected = scores.masked_fill(~allowed, float("-inf")).softmax(-1) @ v.repeat_interleave(3, 1)
     torch.testing.assert_close(attend(q, k, v, mask, scale=scale), expected, rtol=0, atol=1e-12)
@@ -229,14 +229,15 @@ def test_folded_heads_equal_plain_ones(form: str, queries: int, scale: float | N
 
 
 def test_when_heads_are_folded() -> None:
-    """Few queries on a CPU; with a mask on CUDA, while the mask is smaller than the keys and values."""
+    """Few queries in 16 bit on a CPU; with a mask on CUDA, while the mask is smaller than the keys and values."""
 
-    def on(device: str, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def on(device: str, queries: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = torch.empty(1, 4, queries, 8, device="meta"), torch.empty(1, 2, 50, 8, device="meta")
-        return SimpleNamespace(shape=q.shape, is_cuda=device == "cuda"), k
+        return SimpleNamespace(shape=q.shape, dtype=dtype, is_cuda=device == "cuda"), k
 
     mask = torch.empty(1, 1, 1, 50, device="meta")
     assert [n for n in range(1, 20) if _folds(*on("cpu", n), None)] == list(range(1, 9))
+    assert not _folds(*on("cpu", 1, torch.float32), None)
     assert not _folds(*on("cuda", 1), None)
     assert [n for n in range(1, 99) if _folds(*on("cuda", n), mask)] == list(range(1, 2 * 2 * 8))
 
