@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from data.trajectories import Trajectories
 from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
-from dspec.packing import Sample
+from dspec.jacobi_forcing.packing import Sample
 
 BINS = 8
 

@@ -19,13 +19,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from data.embedded.corpus import corpus
 from data.prompts import Prompt, PromptSource
-from data.regenerate import Response, prompt_seed, regenerate, settings_key
+from data.regenerate import Response, regenerate, settings_key
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
+from dspec.seeding import prompt_seed
 
 Document = tuple[list[int], int]  # ids, and where the response starts
 
@@ -36,7 +37,7 @@ class Conversations(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         source: PromptSource,
         policy: PromptPolicy,
         regeneration: Mapping[str, Any] | None,
@@ -293,7 +294,7 @@ class PackedCorpus(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         policy: PromptPolicy,
         counts: Mapping[str, int],
         row_length: int,

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dspec.config import entry_point, instantiate
 from dspec.decoding.base import Decoder
 from dspec.errors import UserError
+from dspec.seeding import prompt_seed
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,6 @@ def batches_of(prompts: Sequence[tuple[str, list[int]]], batch_size: int) -> lis
     """(id, ids) prompts in batches of like lengths, shortest first: what is left after a stop has the same batches."""
     ranked = sorted(prompts, key=lambda p: len(p[1]))
     return [ranked[i : i + batch_size] for i in range(0, len(ranked), batch_size)]
-
-
-def prompt_seed(seed: int, prompt_id: str) -> int:
-    """A seed for one prompt that depends on nothing but its id and the root seed."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:6], "big")
 
 
 def settings_key(settings: Mapping[str, Any]) -> str:

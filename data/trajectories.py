@@ -27,14 +27,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from data.chat import PromptPolicy
 from data.module import Conversations, held_out, shuffled
 from data.prompts import PromptSource
-from data.regenerate import Key, batches_of, key, prompt_seed, settings_key
+from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
-from dspec.decoding.blocks import Flight, Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.models.target import Target
-from dspec.packing import Sample, pack, packed_batch
+from dspec.jacobi_forcing.packing import Sample, pack, packed_batch
+from dspec.models.language_model import LanguageModel
+from dspec.seeding import prompt_seed
 
 Prompts = Sequence[tuple[str, list[int]]]
 
@@ -45,7 +46,7 @@ def trace(
     """Decodes a batch and keeps every state of each block, cut at the response's end."""
     states: list[dict[int, list[list[int]]]] = [{} for _ in prompts]
 
-    def observe(row: int, flight: Flight) -> None:
+    def observe(row: int, flight: JacobiState) -> None:
         active = flight.opened - 1  # one block is in flight
         states[row].setdefault(active, []).append(flight.block(active))
 
@@ -162,7 +163,7 @@ class Trajectories(Conversations):
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         source: PromptSource,
         policy: PromptPolicy,
         regeneration: Mapping[str, Any] | None,
@@ -206,7 +207,7 @@ class Trajectories(Conversations):
         """Trajectories of the training prompts, collected where missing."""
         wanted = dict(self.regeneration or {})
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
-        plan = Plan(block_size=self.block_size, blocks=1, activation=1.0, pool_size=0, candidates=0)
+        plan = JacobiConfig(block_size=self.block_size, blocks=1, activation=1.0, pool_size=0, candidates=0)
         return collect(
             self.folder,
             self.settings(),

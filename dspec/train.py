@@ -3,7 +3,7 @@
     python -m dspec.train recipe=dspark
     python -m dspec.train resume=runs/dspark/<time>
 
-The work is dspec/stages.py's, imported once the config has been looked at: a mistake is answered before torch loads.
+The work is training/stages.py's, imported once the config has been looked at: a mistake is answered before torch loads.
 """
 
 from omegaconf import DictConfig
@@ -12,7 +12,7 @@ from dspec.config import entry_point
 
 
 def _task(cfg: DictConfig) -> None:
-    from dspec.stages import train
+    from dspec.training.stages import train
 
     train(cfg)
 

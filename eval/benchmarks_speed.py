@@ -26,7 +26,7 @@ from rich.table import Table
 from dspec.atomic import write_json
 from dspec.config import one_line_errors
 from dspec.errors import UserError
-from dspec.models.target import check_bfloat16
+from dspec.models.language_model import check_bfloat16
 from dspec.provenance import provenance
 from eval import old_forms
 from eval.old_forms import Pair

@@ -18,7 +18,7 @@ from typing import Any
 
 from dspec.config import one_line_errors
 from dspec.errors import UserError
-from eval.results import BASE, flat, read_results, read_verdicts
+from eval.results import AR_OF_BASE, flat, read_results, read_verdicts
 
 # two-sided 95 % quantiles of Student's t for 1..9 degrees of freedom
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -81,8 +81,8 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
 
 def _shared(row: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     """Whether a row is plain AR of weights that the run did not train: the same beside several methods."""
-    trains = any(other["decoder"]["name"] == BASE for other in result["rows"])
-    return row["tau"] is None and (row["decoder"]["name"] == BASE or not trains)
+    trains = any(other["decoder"]["name"] == AR_OF_BASE for other in result["rows"])
+    return row["tau"] is None and (row["decoder"]["name"] == AR_OF_BASE or not trains)
 
 
 def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.draft import Draft
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.spans import Profile
 from eval.samples import Sample
 
@@ -83,7 +83,7 @@ def round_profile(
 
 
 def verify_cost(
-    target: Target, *, tokens: Sequence[int], contexts: Sequence[int], repeats: int, seed: int
+    target: LanguageModel, *, tokens: Sequence[int], contexts: Sequence[int], repeats: int, seed: int
 ) -> list[Line]:
     """Milliseconds to verify K `tokens` after each context length, batch of one, random ids: the target's pass, its
     attention (timed apart, with barriers), the rest of the pass, the LM head, and pass and head over those of the
@@ -123,7 +123,7 @@ def verify_cost(
 
 
 def draft_cost(
-    target: Target, draft: Draft, *, tokens: Sequence[int], contexts: Sequence[int], repeats: int, seed: int
+    target: LanguageModel, draft: Draft, *, tokens: Sequence[int], contexts: Sequence[int], repeats: int, seed: int
 ) -> list[Line]:
     """Milliseconds to draft a block of K slots after each context length: the block pass, its LM head and the
     sequential head (0 without one), and their sum over that of the smallest K. The drafter is run at block sizes
@@ -172,7 +172,7 @@ def _with_ratio(lines: list[Line], parts: Sequence[str]) -> list[Line]:
     return lines
 
 
-def _check_lengths(target: Target, tokens: Sequence[int], contexts: Sequence[int]) -> None:
+def _check_lengths(target: LanguageModel, tokens: Sequence[int], contexts: Sequence[int]) -> None:
     if min([*tokens, *contexts], default=0) < 1 or sorted(set(tokens)) != list(tokens):
         raise UserError("speed.tokens must rise from 1 or more, and speed.contexts hold lengths of 1 or more")
     if max(contexts) + max(tokens) > target.max_positions:

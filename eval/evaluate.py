@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 import torch
 
 from data.chat import PromptPolicy, prompt_ids
-from data.regenerate import prompt_seed
 from dspec.decoding.base import Decoder, Generation
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.models.draft import Draft
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
+from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
 from eval.gate import against_generate, timed
 from eval.progress import Meter
-from eval.results import BASE, BASELINE
+from eval.results import AR, AR_OF_BASE
 from eval.rows import Row, row
 from eval.samples import Sample, SampleLog, digest
 from eval.table import line
@@ -36,7 +36,7 @@ Grown = Callable[[list[Row], Check], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class DecoderSpec:
     """A line of the table: a method's label and `build(target=, draft=, sampling=)` for its decoder.
 
     `serial` is the contender that decodes the same weights one token a pass: mismatches and speedup refer to it.
@@ -44,7 +44,7 @@ class Contender:
 
     method: str
     build: Callable[..., Decoder]
-    serial: str = BASELINE
+    serial: str = AR
 
 
 class Evaluation:
@@ -78,15 +78,15 @@ class Evaluation:
     def check(
         self,
         *,
-        target: Target,
-        contenders: Mapping[str, Contender],
+        target: LanguageModel,
+        contenders: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
     ) -> dict[str, Prompts]:
         """Items and prompt ids of each benchmark. Raises UserError without the AR baseline, for no benchmark, and names
         a prompt that does not fit the context."""
-        if BASELINE not in contenders:
-            raise UserError(f"decoder must contain {BASELINE}: speeds are measured against it")
+        if AR not in contenders:
+            raise UserError(f"decoder must contain {AR}: speeds are measured against it")
         if lacking := sorted({c.serial for c in contenders.values()} - contenders.keys()):
             raise UserError(f"decoder must contain {', '.join(lacking)}, the serial decoder of others in it")
         encoded = {
@@ -106,9 +106,9 @@ class Evaluation:
     def __call__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         draft: Draft | None,
-        contenders: Mapping[str, Contender],
+        contenders: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
         stop_ids: Sequence[int],
@@ -151,7 +151,7 @@ class Evaluation:
 
     def _gate(
         self,
-        target: Target,
+        target: LanguageModel,
         benchmarks: Mapping[str, Benchmark],
         encoded: Mapping[str, Prompts],
         stop_ids: Sequence[int],
@@ -173,7 +173,7 @@ class Evaluation:
 
     def _run(
         self,
-        target: Target,
+        target: LanguageModel,
         name: str,
         benchmark: Benchmark,
         decoders: Mapping[str, Decoder],
@@ -183,7 +183,7 @@ class Evaluation:
         meter: Meter,
     ) -> bool:
         """Decodes what `log` lacks; whether there was anything."""
-        strings, temperature = StopStrings(target.tokenizer, benchmark.stop), decoders[BASELINE].sampling.temperature
+        strings, temperature = StopStrings(target.tokenizer, benchmark.stop), decoders[AR].sampling.temperature
 
         def decode(decoder: Decoder, batch: Prompts) -> list[Generation]:
             return decoder.decode(
@@ -233,14 +233,14 @@ class Evaluation:
 
     def _rows(
         self,
-        target: Target,
+        target: LanguageModel,
         name: str,
         benchmark: Benchmark,
-        contenders: Mapping[str, Contender],
+        contenders: Mapping[str, DecoderSpec],
         decoders: Mapping[str, Decoder],
         log: SampleLog,
     ) -> list[Row]:
-        sampling = decoders[BASELINE].sampling
+        sampling = decoders[AR].sampling
         samples = log.of(name, sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
         return [
@@ -255,7 +255,7 @@ class Evaluation:
                 **row(
                     own,
                     by_decoder[contenders[key].serial],
-                    by_decoder[BASE if BASE in contenders else BASELINE],
+                    by_decoder[AR_OF_BASE if AR_OF_BASE in contenders else AR],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,
                     seed=self.seed,
@@ -277,7 +277,7 @@ def rotated(order: Sequence[T], by: int) -> list[T]:
     return [*order[at:], *order[:at]]
 
 
-def encode(target: Target, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> list[int]:
+def encode(target: LanguageModel, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> list[int]:
     """Prompt ids: the user turn of a chat, or raw text to go on from."""
     if benchmark.chat:
         return prompt_ids(target.tokenizer, item.prompt, policy)

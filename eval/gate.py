@@ -15,10 +15,10 @@ import torch
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 
-def timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(target: LanguageModel, work: Callable[[], Any]) -> tuple[Any, float]:
     """What `work` gives, and its seconds; waits for CUDA."""
     _synchronise(target)
     start = time.perf_counter()
@@ -27,13 +27,13 @@ def timed(target: Target, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _synchronise(target: Target) -> None:
+def _synchronise(target: LanguageModel) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def against_generate(
-    target: Target,
+    target: LanguageModel,
     prompts: Sequence[list[int]],
     *,
     batch_size: int,
@@ -78,7 +78,7 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
 
 
 def _ratio(
-    target: Target, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
+    target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
 ) -> float:
     decoder = Autoregressive(target=target, sampling=Sampling(temperature=0.0, top_p=1.0))
     seeds = [0] * len(batch)
@@ -97,13 +97,13 @@ def _ratio(
     return speeds[ours] / speeds[theirs]
 
 
-def _generate(target: Target, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> int:
+def _generate(target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> int:
     """Number of tokens, up to and including each row's first stop, that transformers' own greedy generate gives."""
     return sum(map(len, generated(target, batch, max_new_tokens, stop_ids)))
 
 
 def generated(
-    target: Target, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]
+    target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]
 ) -> list[list[int]]:
     """The answers of transformers' own greedy generate to a left-padded batch."""
     width = max(map(len, batch))

@@ -14,14 +14,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
-from data.regenerate import prompt_seed
 from dspec.config import composed, instantiate
 from dspec.decoding.base import Decoder, Generation
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
+from dspec.seeding import prompt_seed
+from eval.load import load_model
 from eval.rows import acceptance, counts
-from eval.subject import load_subject
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class DspecLM(TemplateLM):
             raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
-        self.subject = load_subject(cfg)
+        self.subject = load_model(cfg)
         self._contender = next(iter(instantiate(cfg.decoder).values()))
         self.target, self.tokenizer, self.seed = self.subject.target, self.subject.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)

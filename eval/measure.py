@@ -16,37 +16,37 @@ from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
 from eval.checkpoints import check_arguments
-from eval.evaluate import Check, Contender, Evaluation
-from eval.results import BASELINE
+from eval.evaluate import Check, DecoderSpec, Evaluation
+from eval.load import LoadedModel, load_model
+from eval.results import AR
 from eval.rows import Row
-from eval.subject import Subject, load_subject
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """What an evaluation ran and found; `results` is what results.json holds."""
 
-    subject: Subject
-    contenders: dict[str, Contender]
+    subject: LoadedModel
+    contenders: dict[str, DecoderSpec]
     benchmarks: dict[str, Benchmark]
     evaluation: Evaluation
     results: dict[str, Any]
 
 
-def measure(cfg: DictConfig, run_dir: Path) -> Evaluated:
+def measure(cfg: DictConfig, run_dir: Path) -> EvaluationResult:
     """Runs what `cfg` names; plain AR comes along. results.json grows in `run_dir` with each benchmark that is done."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
     check_arguments(cfg)
     benchmarks, evaluation = instantiate(cfg.benchmark), instantiate(cfg.evaluation)
-    subject = load_subject(cfg)
+    subject = load_model(cfg)
     target = subject.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     contenders = instantiate(cfg.decoder)
-    if BASELINE not in contenders:
-        contenders = {BASELINE: Contender(method="AR", build=factory.autoregressive), **contenders}
+    if AR not in contenders:
+        contenders = {AR: DecoderSpec(method="AR", build=factory.autoregressive), **contenders}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")
     run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=subject.policy.to_dict(target.tokenizer))
@@ -67,4 +67,4 @@ def measure(cfg: DictConfig, run_dir: Path) -> Evaluated:
         grown=lambda rows, check: write_json(run_dir / "results.json", results(rows, check, complete=False)),
     )
     write_json(run_dir / "config.json", plain)
-    return Evaluated(subject, contenders, benchmarks, evaluation, results(rows, check, complete=True))
+    return EvaluationResult(subject, contenders, benchmarks, evaluation, results(rows, check, complete=True))

@@ -24,7 +24,7 @@ from dspec.methods import dflash
 from dspec.methods.dflash import Blocks
 from dspec.methods.dspark import DSpark
 from dspec.models.draft import build_draft
-from dspec.models.target import Target, TargetOutput, lm_logits
+from dspec.models.language_model import LanguageModel, ModelOutput, lm_logits
 
 Form = Callable[[], object]
 CHUNK_MB = 32.0
@@ -87,7 +87,7 @@ class PlainDSpark(DSpark):
 
 def _target(
     dtype: torch.dtype, *, vocab: int, width: int, layers: int, heads: tuple[int, int], positions: int
-) -> Target:
+) -> LanguageModel:
     config = Qwen3Config(
         vocab_size=vocab,
         hidden_size=width,
@@ -100,7 +100,9 @@ def _target(
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    return Target(AutoModelForCausalLM.from_config(config).to(dtype), None, name="random", mask_token_id=vocab - 1)
+    return LanguageModel(
+        AutoModelForCausalLM.from_config(config).to(dtype), None, name="random", mask_token_id=vocab - 1
+    )
 
 
 def loss(dtype: torch.dtype, *, vocab: int, rows: int, width: int = 256, rank: int = 64) -> Pair:
@@ -143,7 +145,7 @@ def step(dtype: torch.dtype, *, vocab: int, anchors: int, length: int, width: in
     weights = {"loss_decay": 4.0, "ce_weight": 0.1, "tv_weight": 0.9, "confidence_weight": 1.0}
     ids = torch.randint(vocab, (1, length))
     batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool))
-    output = TargetOutput(torch.randn(1, length, width).to(dtype), torch.randn(1, length, 2 * width).to(dtype))
+    output = ModelOutput(torch.randn(1, length, width).to(dtype), torch.randn(1, length, 2 * width).to(dtype))
     at = torch.randperm(length - 8)[:anchors].sort().values[None]
     valid = torch.ones_like(at, dtype=torch.bool)
 

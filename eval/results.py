@@ -6,8 +6,8 @@ from typing import Any
 
 from dspec.errors import UserError
 
-BASELINE = "autoregressive"
-BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
+AR = "autoregressive"
+AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
 
 
 def read_results(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 _REPEATS = 7
 
@@ -55,7 +55,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, stream_mb: int, matrix:
     return Roofline(stream.numel() * dtype.itemsize / seconds_read, 2 * matrix**3 / seconds_product)
 
 
-def cost(target: Target, *, rows: float, positions: float, context: float) -> tuple[float, float]:
+def cost(target: LanguageModel, *, rows: float, positions: float, context: float) -> tuple[float, float]:
     """FLOPs and bytes of a pass over `positions` in all, in `rows` rows that each hold `context` keys."""
     config = target.model.config
     width = target.dtype.itemsize

@@ -25,26 +25,26 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from data.regenerate import prompt_seed
 from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Decoder, Generation
-from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.provenance import provenance
+from dspec.seeding import prompt_seed
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark, Item
 from eval.evaluate import encode, rotated
 from eval.gate import timed
+from eval.load import load_model
 from eval.plots import plot_roofline
 from eval.progress import Meter
 from eval.roofline import Roofline, cost, measure
-from eval.subject import load_subject
 
 log = logging.getLogger(__name__)
 NEAR = 2.0
@@ -74,12 +74,12 @@ class Search:
             raise UserError("search needs at least one value of block_sizes, candidates, blocks and activations")
         self.warmup, self.stream_mb, self.matrix = warmup, stream_mb, matrix
         self.plans = [
-            Plan(block_size=n, blocks=k, activation=r, pool_size=pool_size, candidates=c)
+            JacobiConfig(block_size=n, blocks=k, activation=r, pool_size=pool_size, candidates=c)
             for n, c, k, r in itertools.product(block_sizes, candidates, blocks, activations)
             if k > 1 or r == activations[0]
         ]
 
-    def __call__(self, target: Target, prompts: Sequence[Prompt], *, seed: int) -> tuple[list[Point], Roofline]:
+    def __call__(self, target: LanguageModel, prompts: Sequence[Prompt], *, seed: int) -> tuple[list[Point], Roofline]:
         """A point a plan, plain AR's first, and the roofline."""
         roofline = measure(target.device, target.dtype, stream_mb=self.stream_mb, matrix=self.matrix)
         decoders: list[Decoder] = [Autoregressive(target=target, sampling=GREEDY)]
@@ -101,14 +101,16 @@ class Search:
                     meter.advance(1)
         # keys that a pass finds: the prompt, and half of the answer on average
         context = sum(len(p[2]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
-        plans: list[Plan | None] = [None, *self.plans]
+        plans: list[JacobiConfig | None] = [None, *self.plans]
         return [
             point(target, plan, own, results[0], right, context=context / len(prompts), roofline=roofline)
             for plan, own, right in zip(plans, results, right, strict=True)
         ], roofline
 
     @staticmethod
-    def _decode(target: Target, decoder: Decoder, prompt: Prompt, seed: int) -> tuple[Generation, float, bool | None]:
+    def _decode(
+        target: LanguageModel, decoder: Decoder, prompt: Prompt, seed: int
+    ) -> tuple[Generation, float, bool | None]:
         """The answer, its seconds and the headline verdict, if the benchmark has one."""
         benchmark, item, ids = prompt
         strings = StopStrings(target.tokenizer, benchmark.stop)
@@ -126,8 +128,8 @@ class Search:
 
 
 def point(
-    target: Target,
-    plan: Plan | None,
+    target: LanguageModel,
+    plan: JacobiConfig | None,
     own: Sequence[tuple[Generation, float]],
     serial: Sequence[tuple[Generation, float]],
     right: Sequence[bool],
@@ -222,7 +224,7 @@ def search(cfg: DictConfig) -> None:
     torch.set_num_threads(torch.get_num_threads())
     if "benchmark" not in cfg or "search" not in cfg:
         raise UserError("nothing to search: say recipe=sweeps/jacobi_config")
-    subject, benchmarks, grid = load_subject(cfg), instantiate(cfg.benchmark), instantiate(cfg.search)
+    subject, benchmarks, grid = load_model(cfg), instantiate(cfg.benchmark), instantiate(cfg.search)
     prompts = [
         (benchmark, item, encode(subject.target, benchmark, item, subject.policy))
         for benchmark in benchmarks.values()

@@ -15,14 +15,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from data.regenerate import prompt_seed
 from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
+from dspec.seeding import prompt_seed
 from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
-from eval.measure import Evaluated, measure
+from eval.measure import EvaluationResult, measure
 from eval.plots import plot_costs, plot_rounds, plot_tau_by_position
-from eval.results import BASELINE
+from eval.results import AR
 from eval.samples import Sample, read_samples
 
 
@@ -60,7 +60,7 @@ class SpeedReport:
             seed,
         )
 
-    def __call__(self, done: Evaluated, samples: Sequence[Sample]) -> dict[str, Any]:
+    def __call__(self, done: EvaluationResult, samples: Sequence[Sample]) -> dict[str, Any]:
         """All measurements, JSON-ready. Rounds are profiled on the first benchmark at the first temperature."""
         target, draft = done.subject.target, done.subject.draft
         rows = done.results["rows"]
@@ -82,7 +82,7 @@ class SpeedReport:
             drafted = draft_cost(target, draft, **self.curves) if draft is not None else []
         return {"speeds": lines, "rounds": rounds, "verify_cost": verify, "draft_cost": drafted}
 
-    def _rounds(self, done: Evaluated) -> list[dict[str, Any]]:
+    def _rounds(self, done: EvaluationResult) -> list[dict[str, Any]]:
         target, policy = done.subject.target, done.subject.policy
         name, benchmark = next(iter(done.benchmarks.items()))
         sampling = done.evaluation.samplings[0]
@@ -110,7 +110,7 @@ class SpeedReport:
             for row in reversed(done.results["rows"])
             if row["benchmark"] == name and row["decoder"]["temperature"] == sampling.temperature
         }
-        base = next(line for line in rounds if line["decoder"] == BASELINE)
+        base = next(line for line in rounds if line["decoder"] == AR)
         for line in rounds:
             tau, speedup = first[line["decoder"]]["tau"], first[line["decoder"]]["speedup"]
             line["ideal"] = achieved_over_ideal(tau, speedup, base, line) if tau and speedup else None

@@ -25,7 +25,7 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.proposers import Proposal
 from dspec.decoding.sampling import Sampling
 from dspec.models.draft import Draft, build_draft
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEADS = (None, "vanilla", "gated", "rnn")
@@ -75,7 +75,7 @@ def target(
     dtype: torch.dtype = torch.float64,
     positions: int = 128,
     tie: bool = False,
-) -> Target:
+) -> LanguageModel:
     """A random target with grouped-query attention; its last token id is the mask token."""
     geometry: dict[str, Any] = {
         "vocab_size": vocab,
@@ -91,11 +91,11 @@ def target(
         geometry["head_dim"] = hidden // 2
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**geometry)).to(dtype)
     randomise(model, seed=seed, scale=scale)
-    return Target(model, None, name=f"tiny-{family}", mask_token_id=vocab - 1)
+    return LanguageModel(model, None, name=f"tiny-{family}", mask_token_id=vocab - 1)
 
 
 def draft(
-    of: Target,
+    of: LanguageModel,
     *,
     seed: int = 0,
     block: int = 4,
@@ -153,7 +153,7 @@ def markov_pair(*, noise: float, seed: int = 0, vocab: int = 24, block: int = 4,
     return of, made
 
 
-def cycle_target(*, vocab: int = 32) -> Target:
+def cycle_target(*, vocab: int = 32) -> LanguageModel:
     """Greedily steps x -> x + 1 (mod vocab) whatever the context, so that all tokens of a text differ."""
     of = target("llama", vocab=vocab, hidden=vocab, layers=2, positions=256)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def prompts(rng: random.Random, batch: int, *, vocab: int, longest: int = 9) -> 
     return [[rng.randrange(vocab - 1) for _ in range(rng.randint(1, longest))] for _ in range(batch)]
 
 
-def ar(of: Target, texts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+def ar(of: LanguageModel, texts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
     decoder = Autoregressive(target=of, sampling=GREEDY)
     result = decoder.decode(texts, max_new_tokens=new, stop_ids=(), seeds=[0] * len(texts))
     return [g.tokens for g in result]
@@ -194,7 +194,7 @@ class OracleProposer:
 
     def __init__(
         self,
-        of: Target,
+        of: LanguageModel,
         texts: Sequence[Sequence[int]],
         *,
         drafts: int,

@@ -24,7 +24,7 @@ from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.models.checkpoint import from_pretrained
-from dspec.models.target import Target, embedded_target
+from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Benchmark
 from eval.rows import acceptance, counts
 
@@ -41,7 +41,7 @@ def benchmarks() -> dict[str, Benchmark]:
     return made
 
 
-def decode(target: Target, decoder: Decoder, benchmark: Benchmark) -> list[Generation]:
+def decode(target: LanguageModel, decoder: Decoder, benchmark: Benchmark) -> list[Generation]:
     prompts = [prompt_ids(target.tokenizer, item.prompt, POLICY) for item in benchmark.items()]
     return decoder.decode(
         prompts,
@@ -51,12 +51,12 @@ def decode(target: Target, decoder: Decoder, benchmark: Benchmark) -> list[Gener
     )
 
 
-def pooled(target: Target, decoder: Decoder) -> list[Generation]:
+def pooled(target: LanguageModel, decoder: Decoder) -> list[Generation]:
     return [g for benchmark in benchmarks().values() for g in decode(target, decoder, benchmark)]
 
 
 @pytest.fixture(scope="session")
-def target() -> Target:
+def target() -> LanguageModel:
     return embedded_target(dtype="float32", device="cpu")
 
 
@@ -78,12 +78,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return runs
 
 
-def speculative(target: Target, draft: Path, sampling: Sampling) -> Speculative:
+def speculative(target: LanguageModel, draft: Path, sampling: Sampling) -> Speculative:
     return Speculative(target=target, proposer=DraftProposer(from_pretrained(draft, target=target)), sampling=sampling)
 
 
 @pytest.mark.slow
-def test_target_solves_its_benchmarks_but_not_all(target: Target) -> None:
+def test_target_solves_its_benchmarks_but_not_all(target: LanguageModel) -> None:
     greedy = Autoregressive(target=target, sampling=GREEDY)
     scores = {}
     for name, benchmark in benchmarks().items():
@@ -99,7 +99,7 @@ def test_target_solves_its_benchmarks_but_not_all(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_dspark_beats_dflash_beats_nothing(target: Target, trained: dict[str, Path]) -> None:
+def test_dspark_beats_dflash_beats_nothing(target: LanguageModel, trained: dict[str, Path]) -> None:
     for sampling in (GREEDY, SAMPLED):
         taus = {}
         for name, run in trained.items():
@@ -110,7 +110,7 @@ def test_dspark_beats_dflash_beats_nothing(target: Target, trained: dict[str, Pa
 
 
 @pytest.mark.slow
-def test_embedded_tasks_are_no_giveaway(target: Target) -> None:
+def test_embedded_tasks_are_no_giveaway(target: LanguageModel) -> None:
     """On the drafter that ships, which had all its steps."""
     lookup = Speculative(
         target=target,
@@ -127,7 +127,7 @@ def test_embedded_tasks_are_no_giveaway(target: Target) -> None:
 
 
 @pytest.mark.slow
-def test_lossless_in_float64_and_nearly_so_in_float32(target: Target, trained: dict[str, Path]) -> None:
+def test_lossless_in_float64_and_nearly_so_in_float32(target: LanguageModel, trained: dict[str, Path]) -> None:
     double = embedded_target(dtype="float64", device="cpu")
     some = {name: b for name, b in benchmarks().items() if name != "functions"}
     for model, allowed in ((double, 0.0), (target, 0.01)):

@@ -15,7 +15,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.method import Batch
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
-from dspec.models.target import Target, TargetOutput
+from dspec.models.language_model import LanguageModel, ModelOutput
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -28,9 +28,9 @@ def _folders(marker: str) -> list[Path]:
     return list(found.values())
 
 
-def _target(folder: Path) -> Target:
+def _target(folder: Path) -> LanguageModel:
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    return Target(model, None, name=folder.name)
+    return LanguageModel(model, None, name=folder.name)
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def test_dspark_training_step(folder: Path) -> None:
     own = target(batch.ids_BL)
     _close(own.features_BLF, golden["target_features"])
     _close(own.hidden_BLD, golden["target_last_hidden"])
-    output = TargetOutput(golden["target_last_hidden"], golden["target_features"])
+    output = ModelOutput(golden["target_last_hidden"], golden["target_features"])
     anchors, keep = golden["anchor_positions"], golden["block_keep_mask"]
 
     blocks = method.draft_blocks(batch, output, anchors, keep)

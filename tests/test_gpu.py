@@ -14,7 +14,7 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.speculative import Speculative
 from dspec.models.checkpoint import from_pretrained
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 SHIPPED = Path(__file__).parents[1] / "dspec" / "assets" / "tiny_dspark"

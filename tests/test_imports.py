@@ -89,7 +89,7 @@ def test_each_rule_bites(source: str, where: str) -> None:
         ("from dspec.models.draft import Draft\nfrom data import chat", "eval"),
         ("from dspec.method import Batch", "data"),
         ("from dspec.attention import masks", "dspec.models"),
-        ("from dspec.models.target import Target\nfrom dspec.losses import x", "dspec.methods"),
+        ("from dspec.models.language_model import LanguageModel\nfrom dspec.losses import x", "dspec.methods"),
         ("from dspec.methods.dflash import DFlash", "dspec.methods"),
         ("from datasets import load_dataset\nimport evaluate", "dspec"),
         ("from dspec.decoding.base import Decoder\nfrom dspec.methods import dflash", "dspec"),

@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from dspec.errors import UserError
+from dspec.jacobi_forcing.teachers import EMATeacher, Frozen
 from dspec.method import Batch, Method, float32_masters
 from dspec.methods.ar_base import ARBase
-from dspec.methods.jacobi_forcing import Full, LoRA
-from dspec.models.target import Target, local_device
-from dspec.teachers import Frozen, Moving
-from dspec.training import check_trainer
+from dspec.methods.jacobi_forcing import FullFineTuning, LoRA
+from dspec.models.language_model import LanguageModel, local_device
+from dspec.training.lightning_parts import check_trainer
 
 
 def _batch(seed: int) -> Batch:
@@ -22,7 +22,7 @@ def _batch(seed: int) -> Batch:
     return Batch(ids, torch.ones_like(ids, dtype=torch.bool))
 
 
-def _ar_base(target: Target) -> ARBase:
+def _ar_base(target: LanguageModel) -> ARBase:
     return ARBase(target=target, chunk_mb=1)
 
 
@@ -45,7 +45,7 @@ def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    "tuning", [Full(share=1.0), LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)], ids=["full", "lora"]
+    "tuning", [FullFineTuning(share=1.0), LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)], ids=["full", "lora"]
 )
 def test_what_is_trained_is_float32_what_is_frozen_stays(toys: SimpleNamespace, tuning: Any) -> None:
 
@@ -106,13 +106,13 @@ def test_strategies_that_shard_are_refused() -> None:
         check_trainer(trainer, _Mixed(torch.float32))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("teacher", [Frozen(), Moving(decay=0.5)], ids=["frozen", "moving"])
+@pytest.mark.parametrize("teacher", [Frozen(), EMATeacher(decay=0.5)], ids=["frozen", "moving"])
 def test_what_teachers_and_interpolation_keep_of_a_bfloat16_target_is_float32(
     toys: SimpleNamespace, teacher: Any
 ) -> None:
     """A moving average in bfloat16 would stand still, as weights would (finding 2)."""
     target = toys.target(dtype=torch.bfloat16)
-    tuning = Full(share=0.5)
+    tuning = FullFineTuning(share=0.5)
     tuning.prepare(target)
     teacher.bind(target)
     kept = [*teacher.buffers(), *tuning._before.values()]

@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.config import CONF, ROOT, instantiate, register
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 COMPOSED = Path(__file__).parent / "composed"

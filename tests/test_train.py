@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dspec.models.checkpoint import from_pretrained
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspec.calibrate import CalibrateSTS
+from dspec.calibration.stage import CalibrateSTS
 from dspec.models.draft import Draft
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.train import main
 from eval.evaluate import Evaluation
 
@@ -44,16 +44,16 @@ def test_what_is_calibrated_is_what_is_shipped_and_decoded(tmp_path: Path, monke
     """A drafter trained in float32 against a bfloat16 target: rounding comes before the temperatures are fitted."""
     seen: dict[str, tuple[torch.dtype, dict[str, torch.Tensor]]] = {}
 
-    def note(stage: str, target: Target, draft: Draft) -> None:
+    def note(stage: str, target: LanguageModel, draft: Draft) -> None:
         seen[stage] = (target.dtype, {name: p.detach().clone() for name, p in draft.trainable().items()})
 
     class Calibrate(CalibrateSTS):
-        def __call__(self, *, target: Target, draft: Draft, **rest: Any) -> dict[str, Any]:
+        def __call__(self, *, target: LanguageModel, draft: Draft, **rest: Any) -> dict[str, Any]:
             note("calibrated", target, draft)
             return super().__call__(target=target, draft=draft, **rest)
 
     class Evaluate(Evaluation):
-        def __call__(self, *, target: Target, draft: Draft, **rest: Any) -> Any:
+        def __call__(self, *, target: LanguageModel, draft: Draft, **rest: Any) -> Any:
             note("decoded", target, draft)
             return super().__call__(target=target, draft=draft, **rest)
 

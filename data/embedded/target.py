@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data.embedded.corpus import corpus
 from data.embedded.tokenizer import build_tokenizer
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 
 def fresh_target(
@@ -23,7 +23,7 @@ def fresh_target(
     max_positions: int,
     corpus_counts: Mapping[str, int],
     seed: int,
-) -> Target:
+) -> LanguageModel:
     """Random weights from the global generator; the tokenizer is learned from the training corpus."""
     examples = corpus(counts=corpus_counts, split="train", seed=seed)
     texts = [text for e in examples for text in (e.prompt, e.response)]
@@ -42,4 +42,4 @@ def fresh_target(
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
-    return Target(model, tokenizer, name="tiny")
+    return LanguageModel(model, tokenizer, name="tiny")

@@ -7,7 +7,7 @@ import torch
 
 from dspec.decoding.base import Ends, Generation, Limits, next_tokens, prefill, rows_to_keep
 from dspec.decoding.sampling import Sampling
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
 
@@ -16,7 +16,7 @@ class Autoregressive:
 
     lossless = True
 
-    def __init__(self, *, target: Target, sampling: Sampling) -> None:
+    def __init__(self, *, target: LanguageModel, sampling: Sampling) -> None:
         self.target, self.sampling = target, sampling
 
     def settings(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
 # stop strings: the length of the shortest beginning of these tokens, longer than so many, that ends the answer
@@ -111,7 +111,7 @@ class Prefill:
 
 
 def prefill(
-    target: Target,
+    target: LanguageModel,
     prompts: Sequence[Sequence[int]],
     *,
     sampling: Sampling,

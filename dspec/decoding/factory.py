@@ -7,24 +7,24 @@ import torch
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Decoder
-from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.draft import Draft
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 
-def autoregressive(*, target: Target, draft: Draft | None, sampling: Sampling) -> Decoder:
+def autoregressive(*, target: LanguageModel, draft: Draft | None, sampling: Sampling) -> Decoder:
     """Plain AR; the drafter is not used."""
     return Autoregressive(target=target, sampling=sampling)
 
 
 def speculative(
     *,
-    target: Target,
+    target: LanguageModel,
     draft: Draft | None,
     sampling: Sampling,
     sequential_head: bool,
@@ -54,7 +54,7 @@ def speculative(
 
 
 def prompt_lookup(
-    *, target: Target, draft: Draft | None, sampling: Sampling, num_drafts: int, max_ngram: int
+    *, target: LanguageModel, draft: Draft | None, sampling: Sampling, num_drafts: int, max_ngram: int
 ) -> Decoder:
     """Drafts copied from the text so far; the drafter is not used."""
     device = torch.device(target.device)
@@ -62,13 +62,18 @@ def prompt_lookup(
     return Speculative(target=target, proposer=proposer, sampling=sampling)
 
 
-def jacobi(*, target: Target, draft: Draft | None, sampling: Sampling, plan: Plan) -> Decoder:
+def jacobi(*, target: LanguageModel, draft: Draft | None, sampling: Sampling, plan: JacobiConfig) -> Decoder:
     """The target's own tokens, several a pass; the drafter is not used."""
     return Jacobi(target=target, sampling=sampling, plan=plan)
 
 
 def on_base(
-    *, target: Target, draft: Draft | None, sampling: Sampling, base: Target | None, build: Callable[..., Decoder]
+    *,
+    target: LanguageModel,
+    draft: Draft | None,
+    sampling: Sampling,
+    base: LanguageModel | None,
+    build: Callable[..., Decoder],
 ) -> Decoder:
     """What `build` makes of the untrained `base`, to stand beside the same decoder of the trained target."""
     if base is None:

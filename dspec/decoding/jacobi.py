@@ -1,8 +1,8 @@
 """Jacobi decoding: all tokens of a block in one causal pass, iterated until they are what the model itself says.
 
-One block, several blocks in flight, and recycled n-grams verified along the batch dimension: see blocks.py. Greedy
-output equals greedy autoregressive decoding token for token. So does sampled output, with the same seed: the token at
-output position t is a function of the model's law there and of the stream's t-th uniform, the one that the
+One block, several blocks in flight, and recycled n-grams verified along the batch dimension: see jacobi_state.py.
+Greedy output equals greedy autoregressive decoding token for token. So does sampled output, with the same seed: the
+token at output position t is a function of the model's law there and of the stream's t-th uniform, the one that the
 autoregressive decoder draws it with, and Jacobi iterates that function. So its law is the target's exactly.
 
 Legend: B = prompts, R = rows of a pass (each prompt's draft, then its candidates), L = positions of a pass,
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
-from dspec.decoding.blocks import Flight, Plan
+from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling, draw, row_chunks
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
-Observer = Callable[[int, Flight], None]  # a prompt's index and its flight, before each of its passes
+Observer = Callable[[int, JacobiState], None]  # a prompt's index and its flight, before each of its passes
 
 
 class Jacobi:
@@ -30,7 +30,7 @@ class Jacobi:
 
     lossless = True
 
-    def __init__(self, *, target: Target, sampling: Sampling, plan: Plan) -> None:
+    def __init__(self, *, target: LanguageModel, sampling: Sampling, plan: JacobiConfig) -> None:
         self.target, self.sampling, self.plan = target, sampling, plan
 
     def settings(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Jacobi:
         self.target.tap(())
         state = prefill(self.target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
         flights = [
-            Flight(prompt, first, plan=self.plan, limit=max_new_tokens, seed=seed)
+            JacobiState(prompt, first, plan=self.plan, limit=max_new_tokens, seed=seed)
             for prompt, first, seed in zip(prompts, state.anchors_B, seeds, strict=True)
         ]
         uniform_BT = None if self.sampling.greedy else state.streams.take(max_new_tokens)
@@ -69,7 +69,12 @@ class Jacobi:
         return state.generations
 
     def _pass(
-        self, state: Prefill, flights: Sequence[Flight], rows: Sequence[int], uniform_BT: Tensor | None, limits: Limits
+        self,
+        state: Prefill,
+        flights: Sequence[JacobiState],
+        rows: Sequence[int],
+        uniform_BT: Tensor | None,
+        limits: Limits,
     ) -> None:
         """One forward pass over the drafts and candidates of all rows; finished prompts ride along, undrafted."""
         done = [state.generations[i].done(limits) for i in rows]
@@ -106,7 +111,7 @@ class Jacobi:
     def _predict(
         self,
         state: Prefill,
-        flights: Sequence[Flight],
+        flights: Sequence[JacobiState],
         drafts: Sequence[list[int]],
         prompts: Sequence[int],
         uniform_BT: Tensor | None,

@@ -15,7 +15,7 @@ from dspec.decoding.sampling import Sampling, draw
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft
-from dspec.models.target import lm_logits
+from dspec.models.language_model import lm_logits
 from dspec.spans import span
 
 

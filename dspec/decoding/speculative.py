@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspec.calibration import Calibration, calibrated_confidence
+from dspec.calibration.sts import Calibration, calibrated_confidence
 from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, row_chunks, verify_greedy, verify_sampled
 from dspec.errors import UserError
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
 
@@ -31,7 +31,7 @@ class Speculative:
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         proposer: Proposer,
         sampling: Sampling,
         confidence_threshold: float = 0.0,

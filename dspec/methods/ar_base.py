@@ -14,13 +14,13 @@ from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.losses import check_chunk, chunked_sum, token_loss
 from dspec.method import Batch, LossOutput, Method
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 
 class ARBase(Method):
     """Trains all of a target's weights."""
 
-    def __init__(self, *, target: Target, chunk_mb: float) -> None:
+    def __init__(self, *, target: LanguageModel, chunk_mb: float) -> None:
         super().__init__()
         self.target, self.chunk_mb = target, check_chunk(chunk_mb)
         target.model.requires_grad_(True)

@@ -21,7 +21,7 @@ from dspec.losses import check_chunk, chunked_sum, decay_weights, draft_loss, to
 from dspec.method import Batch, LossOutput, Method, Metrics
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import Draft
-from dspec.models.target import Target, TargetOutput
+from dspec.models.language_model import LanguageModel, ModelOutput
 from dspec.precision import widest
 
 
@@ -60,7 +60,7 @@ class DFlash(Method):
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         draft: Draft,
         num_anchors: int,
         loss_decay: float,
@@ -91,12 +91,12 @@ class DFlash(Method):
         anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generators=generators)
         return self.loss_at(batch, output, anchor_BN, valid_BN)
 
-    def loss_at(self, batch: Batch, output: TargetOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
+    def loss_at(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
         """The loss for given anchors; `output` holds the target's features and final hidden states."""
         blocks = self.draft_blocks(batch, output, anchor_BN, valid_BN)
         return self._supervise(blocks, output)
 
-    def draft_blocks(self, batch: Batch, output: TargetOutput, anchor_BN: Tensor, valid_BN: Tensor) -> Blocks:
+    def draft_blocks(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> Blocks:
         """Runs the drafter on all blocks at once and lines its slots up with their labels."""
         config = self.draft.config
         (B, L), N, K = batch.ids_BL.shape, anchor_BN.shape[1], config.block_size
@@ -126,7 +126,7 @@ class DFlash(Method):
         """Whether the target's distribution is computed: in training only if the loss weighs it."""
         return self.tv_weight != 0 or not torch.is_grad_enabled()
 
-    def _supervise(self, blocks: Blocks, output: TargetOutput) -> LossOutput:
+    def _supervise(self, blocks: Blocks, output: ModelOutput) -> LossOutput:
         chosen = blocks.supervised_BNJ
         slots, device = chosen.shape[-1], chosen.device
         weight_P = (
@@ -151,7 +151,7 @@ class DFlash(Method):
         extra, extra_metrics = self._extra(blocks, weight_P, l1)
         return LossOutput(total + extra, weight_P.sum(), metrics | extra_metrics)
 
-    def _chunked(self, blocks: Blocks, output: TargetOutput, weight_P: Tensor) -> tuple[Tensor, Tensor]:
+    def _chunked(self, blocks: Blocks, output: ModelOutput, weight_P: Tensor) -> tuple[Tensor, Tensor]:
         """The loss sum and, a row, (CE, L1, greedy match) or, without the target's law, (CE, correct)."""
         chosen = blocks.supervised_BNJ
         code, w2_VR = self._codes(blocks)

@@ -3,7 +3,7 @@
 Source: "Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", sections 2-4:
 L = a_ce L_ce + a_tv L_tv + a_conf L_conf, all three weighted by the same slot decay; the TV term is the L1 distance
 (twice the total variation) as in DeepSpec. The confidence loss is not detached from the backbone, as in DeepSpec.
-Temperatures (STS) are fitted afterwards, by dspec/calibration.py.
+Temperatures (STS) are fitted afterwards, by dspec/calibration/sts.py.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from dspec.losses import confidence_loss
 from dspec.method import Metrics
 from dspec.methods.dflash import Blocks, DFlash
 from dspec.models.draft import Draft
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 
 class DSpark(DFlash):
@@ -22,7 +22,7 @@ class DSpark(DFlash):
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         draft: Draft,
         num_anchors: int,
         loss_decay: float,

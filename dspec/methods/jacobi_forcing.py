@@ -23,13 +23,13 @@ from torch import Generator, Tensor
 from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
+from dspec.jacobi_forcing.noise import Distance, Schedule, depth
+from dspec.jacobi_forcing.packing import TrajectoryBatch
+from dspec.jacobi_forcing.teachers import Teacher
 from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
 from dspec.method import Batch, LossOutput, Method
-from dspec.models.target import Target
-from dspec.noise import Distance, Schedule, depth
-from dspec.packing import TrajectoryBatch
+from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
-from dspec.teachers import Teacher
 
 Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
 
@@ -52,16 +52,16 @@ def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
 class Tuning(Protocol):
     """Which weights are trained."""
 
-    def prepare(self, target: Target) -> None:
+    def prepare(self, target: LanguageModel) -> None:
         """Marks (or adds) the trained weights."""
         ...
 
-    def merge(self, target: Target) -> None:
+    def merge(self, target: LanguageModel) -> None:
         """Leaves a plain model with what was trained in its weights."""
         ...
 
 
-class Full:
+class FullFineTuning:
     """All weights; what is kept are the old ones plus a share of the change.
 
     Source: WiSE-FT (arXiv 2109.01903), the line between the weights before and after training.
@@ -72,14 +72,14 @@ class Full:
         self.share = _share(share)
         self._before: dict[str, Tensor] = {}
 
-    def prepare(self, target: Target) -> None:
+    def prepare(self, target: LanguageModel) -> None:
         target.model.requires_grad_(True)
         if self.share < 1:
             wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in target.model.named_parameters()}
             self._before = {name: p.detach().to(wide[name], copy=True) for name, p in target.model.named_parameters()}
 
     @torch.no_grad()
-    def merge(self, target: Target) -> None:
+    def merge(self, target: LanguageModel) -> None:
         for name, before in self._before.items():
             parameter = target.model.get_parameter(name)
             parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.share))
@@ -93,7 +93,7 @@ class LoRA:
         """`modules` is a pattern of layer names, or "all-linear"; `share` as for Full."""
         self.rank, self.alpha, self.modules, self.share = rank, alpha, modules, _share(share)
 
-    def prepare(self, target: Target) -> None:
+    def prepare(self, target: LanguageModel) -> None:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
@@ -101,7 +101,7 @@ class LoRA:
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
         inject_adapter_in_model(config, target.model)
 
-    def merge(self, target: Target) -> None:
+    def merge(self, target: LanguageModel) -> None:
         from peft.tuners.lora import LoraLayer
 
         for name, layer in list(target.model.named_modules()):
@@ -124,7 +124,7 @@ class JacobiForcing(Method):
     def __init__(
         self,
         *,
-        target: Target,
+        target: LanguageModel,
         schedule: Schedule,
         distance: Distance,
         window: int | None,
@@ -171,7 +171,7 @@ class JacobiForcing(Method):
 
     def loss_at(self, batch: TrajectoryBatch, chosen_N: Tensor) -> LossOutput:
         """The loss with given states in the noisy copies."""
-        ids_BL = batch.noised(chosen_N)
+        ids_BL = batch.with_states(chosen_N)
         B, L = ids_BL.shape
         positions, document = batch.positions_BL, batch.document_BL
         if positions is None or document is None:
@@ -186,7 +186,9 @@ class JacobiForcing(Method):
         weight_BL, total = self.normalisation(batch)
         if self.decay is not None:
             behind_Nn = depth(batch.states(chosen_N), batch.fixed_points, batch.length_N).to(weight_BL)
-            weight_BL = weight_BL * batch.spread(torch.exp(-behind_Nn / self.decay), torch.ones_like(weight_BL))
+            weight_BL = weight_BL * batch.scatter_to_noisy(
+                torch.exp(-behind_Nn / self.decay), torch.ones_like(weight_BL)
+            )
         kl_sum, kl = self._consistency(batch, hidden, teacher, teacher_head, weight_BL)
         ce_sum, ce = self._next_token(batch, ids_BL, hidden)
         count = torch.tensor(float(len(kl)), device=kl.device)
@@ -206,18 +208,18 @@ class JacobiForcing(Method):
         return chunked_sum(
             consistency_loss(teacher_head, temperature=self.temperature),
             terms=[(hidden[chosen], self.target.lm_head.weight)],
-            constants=[weight_BL[chosen], teacher[row, batch.twin_BL[chosen]].detach()],
+            constants=[weight_BL[chosen], teacher[row, batch.clean_index_BL[chosen]].detach()],
             chunk_mb=self.chunk_mb,
         )
 
     def _next_token(self, batch: TrajectoryBatch, ids_BL: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Each clean token from the place before it in the clean text."""
         prompt = (batch.block_BL < 0) & (batch.document_BL >= 0)  # type: ignore[operator]
-        chosen = (batch.loss_BL | prompt if self.ar_on_prompt else batch.loss_BL) & (batch.previous_BL >= 0)
+        chosen = (batch.loss_BL | prompt if self.ar_on_prompt else batch.loss_BL) & (batch.previous_index_BL >= 0)
         row, label_P = chosen.nonzero()[:, 0], ids_BL[chosen]
         return chunked_sum(
             token_loss,
-            terms=[(hidden[row, batch.previous_BL[chosen]], self.target.lm_head.weight)],
+            terms=[(hidden[row, batch.previous_index_BL[chosen]], self.target.lm_head.weight)],
             constants=[torch.ones_like(label_P, dtype=hidden.dtype), label_P],
             chunk_mb=self.chunk_mb,
         )

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from dspec.atomic import atomic_folder, restore
-from dspec.calibration import Calibration
+from dspec.calibration.sts import Calibration
 from dspec.errors import UserError
 from dspec.models.draft import Draft, DraftConfig
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 DEEPSPEC, ZLAB = "Qwen3DSparkModel", "DFlashDraftModel"
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
@@ -90,7 +90,7 @@ def config_dict(draft: Draft) -> dict[str, Any]:
     )
 
 
-def from_pretrained(folder: str | Path, *, target: Target, layout: str | None = None) -> Draft:
+def from_pretrained(folder: str | Path, *, target: LanguageModel, layout: str | None = None) -> Draft:
     """The drafter in `folder`, bound to `target` and in its dtype and on its device; taps the target's layers.
 
     `layout` is needed for z-lab style folders that dspec did not write: nothing in them tells fill_in from
@@ -199,7 +199,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} cannot be read ({error}); the checkpoint is half written, take another") from error
 
 
-def _check_fits(config: DraftConfig, tensors: dict[str, Tensor], target: Target, folder: Path) -> None:
+def _check_fits(config: DraftConfig, tensors: dict[str, Tensor], target: LanguageModel, folder: Path) -> None:
     width = config.transformer.hidden_size
     if width != target.hidden_size:
         raise UserError(

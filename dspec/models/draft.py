@@ -24,12 +24,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask
-from dspec.calibration import Calibration
+from dspec.calibration.sts import Calibration
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
+from dspec.models.language_model import LanguageModel
 from dspec.models.rotary import Rotary
-from dspec.models.target import Target
 
 LAYOUTS = ("anchor_first", "fill_in")
 
@@ -295,7 +295,7 @@ def default_target_layers(count: int, *, num_layers: int) -> tuple[int, ...]:
 
 def build_draft(
     *,
-    target: Target,
+    target: LanguageModel,
     num_layers: int,
     intermediate_size: int | None,
     block_size: int,
@@ -344,7 +344,7 @@ def build_draft(
     return Draft(config, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
 
 
-def _mask_token(target: Target) -> int:
+def _mask_token(target: LanguageModel) -> int:
     token = target.mask_token_id
     if token is None:
         raise UserError(f"target {target.name!r} has no mask token: set target.mask_token_id to an unused token id")

@@ -16,7 +16,7 @@ from typing import Any
 from data.embedded.corpus import generate
 from eval.benchmarks.base import Item, Scored, check_switch, check_whole
 from eval.benchmarks.whitelist import function_name
-from eval.judge import Judge
+from eval.sandbox.judge import Judge
 
 _ANSWER = re.compile(r"####[ \t]*(-?\d[\d,]*)")
 

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 from data.rows import Hub, Row, load_rows
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import code_block, cut, request
-from eval.judge import Judge
+from eval.sandbox.judge import Judge
 
 _STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _COMPLETE = "Complete this function. Answer with the whole function in one code block."

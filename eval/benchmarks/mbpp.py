@@ -19,7 +19,7 @@ from data.rows import Hub, Row, Rows, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
 from eval.benchmarks.code import code_block, cut, request
-from eval.judge import Judge, function_under_test
+from eval.sandbox.judge import Judge, function_under_test
 
 _WORKED = (2, 3, 4)
 _TEST = range(11, 511)

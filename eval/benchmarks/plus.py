@@ -22,7 +22,7 @@ from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import cut, request
 from eval.benchmarks.worker import Reply, Worker
-from eval.judge import Judge
+from eval.sandbox.judge import Judge
 
 _SANITIZER = Path(__file__).with_name("sanitize_worker.py")
 _ASK = "Solve this problem. Answer with the whole function, and the imports that it needs, in one code block."

@@ -15,18 +15,18 @@ from data.module import Conversations, PackedCorpus, Share, Shuffle, pack, packe
 from data.prompts import EmbeddedPrompts, JsonlPrompts
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.target import Target, embedded_target
+from dspec.models.language_model import LanguageModel, embedded_target
 
 POLICY = PromptPolicy(system=None, thinking=False)
 SMALL = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 12, "batch_size": 4}
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> LanguageModel:
     return embedded_target(dtype="float32", device="cpu")
 
 
-def conversations(target: Target, tmp_path: Path, **changes: Any) -> Conversations:
+def conversations(target: LanguageModel, tmp_path: Path, **changes: Any) -> Conversations:
     source = EmbeddedPrompts(train={"problems": 10}, calibration={"problems": 3}, seed=0)
     settings: dict[str, Any] = {
         "source": source, "policy": POLICY, "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 3,
@@ -40,7 +40,7 @@ def batches(module: Conversations) -> list[torch.Tensor]:
     return [b.ids_BL for b in module.train_dataloader()]
 
 
-def test_response_alone_is_supervised_and_the_targets_own(target: Target, tmp_path: Path) -> None:
+def test_response_alone_is_supervised_and_the_targets_own(target: LanguageModel, tmp_path: Path) -> None:
     module = conversations(target, tmp_path)
     module.setup("fit")
     responses = {tuple(r.prompt_tokens): r.tokens for r in module.responses()}
@@ -71,13 +71,13 @@ def test_response_alone_is_supervised_and_the_targets_own(target: Target, tmp_pa
     ],
     ids=lambda changed: ", ".join(changed),
 )
-def test_every_option_changes_the_batches(target: Target, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_every_option_changes_the_batches(target: LanguageModel, tmp_path: Path, change: dict[str, Any]) -> None:
     base, changed = batches(conversations(target, tmp_path)), batches(conversations(target, tmp_path, **change))
     assert [b.tolist() for b in base] == [b.tolist() for b in batches(conversations(target, tmp_path))]
     assert [b.tolist() for b in base] != [b.tolist() for b in changed]
 
 
-def test_cache_dir_and_batch_size_of_regeneration(target: Target, tmp_path: Path) -> None:
+def test_cache_dir_and_batch_size_of_regeneration(target: LanguageModel, tmp_path: Path) -> None:
     module = conversations(target, tmp_path / "a")
     module.prepare_data()
     assert module.responses_path.is_file()
@@ -86,7 +86,7 @@ def test_cache_dir_and_batch_size_of_regeneration(target: Target, tmp_path: Path
     assert other.responses_path.parent.parent == tmp_path / "b"
 
 
-def test_own_files_of_one_name_never_get_each_others_responses(target: Target, tmp_path: Path) -> None:
+def test_own_files_of_one_name_never_get_each_others_responses(target: LanguageModel, tmp_path: Path) -> None:
     """Rows with and without ids; a changed prompt; the first file once more."""
     cache = tmp_path / "cache"
     for round_, folder in enumerate(["a", "b", "a"]):
@@ -101,7 +101,7 @@ def test_own_files_of_one_name_never_get_each_others_responses(target: Target, t
         assert len(list((cache / "responses").glob("*.jsonl"))) == 1
 
 
-def test_thinking_switch_reaches_the_template(target: Target) -> None:
+def test_thinking_switch_reaches_the_template(target: LanguageModel) -> None:
     from copy import copy
 
     tokenizer = copy(target.tokenizer)
@@ -110,7 +110,7 @@ def test_thinking_switch_reaches_the_template(target: Target) -> None:
     assert on == [*off, tokenizer.mask_token_id]
 
 
-def test_errors(target: Target, tmp_path: Path) -> None:
+def test_errors(target: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to train on"):
         conversations(target, tmp_path, validation=10).setup("fit")
     with pytest.raises(UserError, match="nothing to regenerate"):
@@ -141,7 +141,7 @@ def test_pad_and_pack() -> None:
         pack([([0] * 7, 1)], 6)
 
 
-def test_packed_corpus_options(target: Target) -> None:
+def test_packed_corpus_options(target: LanguageModel) -> None:
     def shape(**changes: Any) -> tuple[int, ...]:
         settings: dict[str, Any] = {
             "policy": POLICY, "counts": {"problems": 60}, "row_length": 256, "batch_size": 2, "validation": 3,
@@ -165,7 +165,7 @@ def test_packed_corpus_options(target: Target) -> None:
         assert shape(**change) != base
 
 
-def test_response_ids_end_the_turn(target: Target) -> None:
+def test_response_ids_end_the_turn(target: LanguageModel) -> None:
     ids = response_ids(target.tokenizer, "    return x")
     assert ids[-1] == target.tokenizer.eos_token_id
     assert target.tokenizer.decode(ids[:-1]) == "    return x"
@@ -295,7 +295,7 @@ def rows_of(batch: Batch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["conversations", "corpus"])
-def test_data_modules_ask_the_trainer_for_their_rank(target: Target, tmp_path_factory: Any, kind: str) -> None:
+def test_data_modules_ask_the_trainer_for_their_rank(target: LanguageModel, tmp_path_factory: Any, kind: str) -> None:
     """Two ranks of batch 2 see, step by step, what one of batch 4 sees; validation rows are on one rank each."""
 
     def loaded(rank: int, ranks: int, batch: int) -> tuple[list[list[tuple[int, ...]]], ...]:

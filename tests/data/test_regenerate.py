@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from data.regenerate import Response, prompt_seed, read_responses, regenerate
+from data.regenerate import Response, read_responses, regenerate
 from dspec.decoding.base import Generation
 from dspec.errors import UserError
+from dspec.seeding import prompt_seed
 
 SETTINGS = {"target": "fake", "temperature": 1.0}
 PROMPTS = [(f"p{i}", [i] * (1 + i % 5)) for i in range(23)]

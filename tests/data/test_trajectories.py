@@ -18,31 +18,31 @@ import torch
 from data.chat import PromptPolicy
 from data.collect import describe, statistics
 from data.prompts import EmbeddedPrompts
-from data.regenerate import prompt_seed
 from data.trajectories import Trajectories, collect, read_shard, trace, write_shard
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.blocks import Flight, Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
+from dspec.jacobi_forcing.packing import Sample
 from dspec.methods.jacobi_forcing import LoRA
-from dspec.models.target import Target, embedded_target
-from dspec.packing import Sample
+from dspec.models.language_model import LanguageModel, embedded_target
+from dspec.seeding import prompt_seed
 
 POLICY = PromptPolicy(system=None, thinking=False)
 SMALL = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 20, "batch_size": 4}
 
 
-def plan(n: int) -> Plan:
-    return Plan(block_size=n, blocks=1, activation=1.0, pool_size=0, candidates=0)
+def plan(n: int) -> JacobiConfig:
+    return JacobiConfig(block_size=n, blocks=1, activation=1.0, pool_size=0, candidates=0)
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> LanguageModel:
     return embedded_target(dtype="float32", device="cpu")
 
 
-def module(target: Target, tmp_path: Path, **changes: Any) -> Trajectories:
+def module(target: LanguageModel, tmp_path: Path, **changes: Any) -> Trajectories:
     settings: dict[str, Any] = {
         "source": EmbeddedPrompts(train={"problems": 8}, calibration={}, seed=0), "policy": POLICY,
         "regeneration": SMALL, "cache_dir": str(tmp_path), "batch_size": 2, "max_length": 200, "sort_window": 4,
@@ -89,7 +89,7 @@ def test_no_state_is_lost(toys: SimpleNamespace, seed: int) -> None:
         own = {"max_new_tokens": new, "stop_ids": [4], "seeds": [prompt_seed(seed, "x")]}
         (generation,) = greedy.decode([prompt], **own)
         assert sum(len(states) - 1 for states in sample.blocks) == generation.forwards
-        first = Flight(prompt, generation.tokens[0], plan=plan(n), limit=new, seed=prompt_seed(seed, "x"))
+        first = JacobiState(prompt, generation.tokens[0], plan=plan(n), limit=new, seed=prompt_seed(seed, "x"))
         assert sample.blocks[0][0] == first.block(0)[: len(generation.tokens)]
 
 
@@ -238,14 +238,14 @@ def batches(data: Trajectories) -> list[list]:
     ],
     ids=str,
 )
-def test_every_option_changes_the_batches(target: Target, tmp_path_factory: Any, change: dict[str, Any]) -> None:
+def test_every_option_changes_the_batches(target: LanguageModel, tmp_path_factory: Any, change: dict[str, Any]) -> None:
     cache = tmp_path_factory.getbasetemp() / "trajectories"  # collected once
     base, changed = batches(module(target, cache)), batches(module(target, cache, **change))
     assert base == batches(module(target, cache))
     assert base != changed
 
 
-def test_ranks_share_the_rows(target: Target, tmp_path_factory: Any) -> None:
+def test_ranks_share_the_rows(target: LanguageModel, tmp_path_factory: Any) -> None:
     cache = tmp_path_factory.getbasetemp() / "trajectories"
 
     def rows(rank: int, ranks: int, batch: int) -> list[set[str]]:
@@ -266,7 +266,7 @@ def test_ranks_share_the_rows(target: Target, tmp_path_factory: Any) -> None:
     assert not any(one & two for one, two in zip(first, second, strict=True))
 
 
-def test_the_cache_is_keyed_by_what_matters(target: Target, tmp_path: Path) -> None:
+def test_the_cache_is_keyed_by_what_matters(target: LanguageModel, tmp_path: Path) -> None:
     base = module(target, tmp_path)
     changes: list[dict[str, Any]] = [
         {"block_size": 5},
@@ -281,7 +281,7 @@ def test_the_cache_is_keyed_by_what_matters(target: Target, tmp_path: Path) -> N
         assert module(target, tmp_path, **change).folder == base.folder
 
 
-def test_long_samples_are_cut_at_whole_blocks(target: Target, tmp_path: Path) -> None:
+def test_long_samples_are_cut_at_whole_blocks(target: LanguageModel, tmp_path: Path) -> None:
     data = module(target, tmp_path)
     sample = data.samples()[0]
     P = len(sample.prompt_P)
@@ -292,7 +292,7 @@ def test_long_samples_are_cut_at_whole_blocks(target: Target, tmp_path: Path) ->
         assert lists(module(target, tmp_path, max_length=length)._within(sample))[1:] == ([], [])
 
 
-def test_bad_input_gets_one_line(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_gets_one_line(target: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="regeneration must say"):
         module(target, tmp_path, regeneration=None)
     empty = SMALL | {"max_new_tokens": 1}  # responses of one token: nothing behind the prefill
@@ -334,7 +334,7 @@ def test_statistics_by_hand() -> None:
     assert "passes per token: 0.667" in describe(stats)
 
 
-def test_statistics_of_the_embedded_base(target: Target, tmp_path: Path) -> None:
+def test_statistics_of_the_embedded_base(target: LanguageModel, tmp_path: Path) -> None:
     data = module(target, tmp_path)
     stats = statistics(data.samples(), bins=8)
     assert 0.5 < stats["passes_per_token"] <= 1

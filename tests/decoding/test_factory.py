@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.calibration import Calibration
+from dspec.calibration.sts import Calibration
 from dspec.decoding import factory
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError

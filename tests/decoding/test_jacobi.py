@@ -9,8 +9,8 @@ import torch
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Generation
-from dspec.decoding.blocks import Flight, Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 
@@ -20,7 +20,7 @@ GROUPS, CASES = 9, 40
 
 def decoder(target, sampling: Sampling, **changes: float) -> Jacobi:
     settings = {"block_size": 4, "blocks": 1, "activation": 0.85, "pool_size": 4, "candidates": 0}
-    return Jacobi(target=target, sampling=sampling, plan=Plan(**(settings | changes)))  # type: ignore[arg-type]
+    return Jacobi(target=target, sampling=sampling, plan=JacobiConfig(**(settings | changes)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
@@ -156,7 +156,7 @@ def test_promoted_drafts_reach_the_model(toys: SimpleNamespace) -> None:
     jacobi = decoder(target, toys.GREEDY, block_size=4, blocks=2, activation=0.25)
     opened: list[tuple[int, int]] = []
 
-    def observe(index: int, flight: Flight) -> None:
+    def observe(index: int, flight: JacobiState) -> None:
         opened.append((flight.opened - flight.in_flight, flight.in_flight))
 
     jacobi.decode([[1, 2, 3]], max_new_tokens=60, stop_ids=(), seeds=[0], observe=observe)

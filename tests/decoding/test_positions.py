@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.speculative import Speculative
 
@@ -21,7 +21,7 @@ def test_rows_that_ride_along_when_done_are_counted(toys: SimpleNamespace, kind:
         "speculative": lambda: Speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY),
         "jacobi": lambda: Jacobi(
             target=target, sampling=toys.GREEDY,
-            plan=Plan(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2),
+            plan=JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2),
         ),
     }[kind]()  # fmt: skip
     texts = toys.prompts(random.Random(2), 7, vocab=24)

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspec.decoding import sampling
-from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw, verify_greedy, verify_sampled
 from dspec.decoding.speculative import Speculative
@@ -201,7 +201,7 @@ def test_decoders_give_the_same_in_small_chunks(
         "speculative": lambda: DraftProposer(toys.draft(target, head="vanilla")),
         "lookup": lambda: PromptLookupProposer(num_drafts=3, max_ngram=2, device=CPU),
     }
-    plan = Plan(block_size=4, blocks=2, activation=0.5, pool_size=8, candidates=2)
+    plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=8, candidates=2)
     sizes: list[int] = []
     plain = Sampling.probs
 

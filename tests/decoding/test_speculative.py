@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.calibration import Calibration
+from dspec.calibration.sts import Calibration
 from dspec.decoding import base
 from dspec.decoding import speculative as decoding
 from dspec.decoding.autoregressive import Autoregressive

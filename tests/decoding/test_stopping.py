@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dspec.decoding.base import Generation, Limits, record
 from dspec.decoding.stopping import StopStrings
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 
 TEXTS = [
     "def f(x):\n    return x\n\nprint(f(1))\n",

@@ -12,7 +12,7 @@ import pytest
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Generation, Limits
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 from eval.run import main
 
 Answers = dict[tuple[int, ...], list[int]]  # prompt ids -> generated ids
@@ -56,7 +56,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], A
 
     def call(script: Mapping[str, str]) -> Answers:
         seen: Answers = {}
-        monkeypatch.setattr(Target, "max_positions", 1 << 20)
+        monkeypatch.setattr(LanguageModel, "max_positions", 1 << 20)
         monkeypatch.setattr(Autoregressive, "decode", functools.partialmethod(decode, script=script, seen=seen))
         return seen
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.models.target import TargetOutput
+from dspec.models.language_model import ModelOutput
 from eval import benchmarks_speed
 from eval.benchmarks_speed import added_memory, cases, main
 
@@ -17,7 +17,7 @@ SMALL = cases(small=True)
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, TargetOutput):
+    if isinstance(result, ModelOutput):
         return [result.hidden_BLD]
     return [result] if isinstance(result, Tensor) else list(result)
 

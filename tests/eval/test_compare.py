@@ -157,7 +157,7 @@ def test_the_schedules_table_keeps_temperatures_apart(tmp_path: Path) -> None:
          "tokens": 110, "nfe": 60, "nfe_prefill": 10}
         for t, quality in ((0.0, 0.5), (1.0, 0.2)) for name in ("jacobi_single", "base_jacobi_single")
     ]  # fmt: skip
-    config = {"method": {"schedule": {"_target_": "dspec.noise.Random"}, "window": None}}
+    config = {"method": {"schedule": {"_target_": "dspec.jacobi_forcing.noise.RandomSchedule"}, "window": None}}
     (tmp_path / "results.json").write_text(json.dumps({"run": {"seed": 0, "config": config}, "rows": rows}))
     columns = {c.header: list(c.cells) for c in ablation([tmp_path], decoder="jacobi_single").columns}
     assert columns["T"] == ["0", "1"]

@@ -19,9 +19,9 @@ from dspec.decoding import factory
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
-from dspec.models.target import Target, embedded_target
+from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
-from eval.evaluate import Contender, Evaluation
+from eval.evaluate import DecoderSpec, Evaluation
 from eval.samples import SampleLog, read_samples
 from eval.table import gate_note, table
 
@@ -60,19 +60,19 @@ def lookup(**kwargs: object) -> object:
 
 
 CONTENDERS = {
-    "autoregressive": Contender(method="AR", build=factory.autoregressive),
-    "lookup": Contender(method="prompt lookup", build=lookup),  # type: ignore[arg-type]
+    "autoregressive": DecoderSpec(method="AR", build=factory.autoregressive),
+    "lookup": DecoderSpec(method="prompt lookup", build=lookup),  # type: ignore[arg-type]
 }
 PROMPTS = ["Tom has 3 pens.", "Say one two one two one two.", "def f(a, b):", "Ann had 7 apples.", "Once upon a time"]
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target() -> LanguageModel:
     return embedded_target(dtype="float32", device="cpu")
 
 
 def run(
-    target: Target, path: Path, evaluation: Evaluation, echo: Echo, settings: dict[str, Any] | None = None
+    target: LanguageModel, path: Path, evaluation: Evaluation, echo: Echo, settings: dict[str, Any] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return evaluation(
         target=target,
@@ -92,7 +92,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-def test_rows_and_table(target: Target, tmp_path: Path) -> None:
+def test_rows_and_table(target: LanguageModel, tmp_path: Path) -> None:
     rows, check = run(target, tmp_path / "a.jsonl", evaluation(0.0), Echo(PROMPTS[:2]))
     assert check["trusted"]
     assert [(r["method"], r["decoder"]["temperature"]) for r in rows] == [
@@ -118,7 +118,7 @@ def test_rows_and_table(target: Target, tmp_path: Path) -> None:
     assert "not timed" in gate_note(check)
 
 
-def test_a_benchmark_without_quality_shows_none(target: Target, tmp_path: Path) -> None:
+def test_a_benchmark_without_quality_shows_none(target: LanguageModel, tmp_path: Path) -> None:
     talk = Echo(PROMPTS[:2])
     talk.quality, talk.score = "", lambda item, answer: {}  # type: ignore[method-assign]
     rows, _ = run(target, tmp_path / "a.jsonl", evaluation(0.0, temperatures=[0.0]), talk)
@@ -126,7 +126,7 @@ def test_a_benchmark_without_quality_shows_none(target: Target, tmp_path: Path) 
     assert "–" in table(rows, trusted=True)
 
 
-def test_options_change_what_is_done(target: Target, tmp_path: Path) -> None:
+def test_options_change_what_is_done(target: LanguageModel, tmp_path: Path) -> None:
     def tokens(name: str, echo: Echo | None = None, **change: Any) -> list[list[int]]:
         run(target, tmp_path / name, evaluation(0.0, **change), echo or Echo(PROMPTS))
         return [row["tokens"] for row in written(tmp_path / name)[1:]]
@@ -157,7 +157,7 @@ def test_batches_give_what_single_prompts_give(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_stop_strings_cut_text_and_tokens_alike(target: Target, tmp_path: Path) -> None:
+def test_stop_strings_cut_text_and_tokens_alike(target: LanguageModel, tmp_path: Path) -> None:
     run(target, tmp_path / "whole", evaluation(0.0, temperatures=[0.0]), Echo(PROMPTS, 40))
     whole = {(r["decoder"], r["id"]): r for r in written(tmp_path / "whole")[1:]}
     stop = whole["lookup", "echo/0"]["text"][12:16]
@@ -179,7 +179,7 @@ def test_stop_strings_cut_text_and_tokens_alike(target: Target, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_resuming_gives_the_unbroken_file(target: Target, tmp_path: Path, batch_size: int) -> None:
+def test_resuming_gives_the_unbroken_file(target: LanguageModel, tmp_path: Path, batch_size: int) -> None:
     """The file is cut at many places, as a kill would: the rest is decoded again, nothing twice."""
     bench, whole = evaluation(0.0, batch_size=batch_size), tmp_path / "whole.jsonl"
     expected_rows, _ = run(target, whole, bench, Echo(PROMPTS))
@@ -192,7 +192,7 @@ def test_resuming_gives_the_unbroken_file(target: Target, tmp_path: Path, batch_
         assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected_rows]
 
 
-def test_killed_at_random_moments(target: Target, tmp_path: Path) -> None:
+def test_killed_at_random_moments(target: LanguageModel, tmp_path: Path) -> None:
     """kill -9 at least ten times, each time after another while; what is resumed in the end is the unbroken file."""
     bench, path = evaluation(0.0, generate_prompts=1, warmup=0), tmp_path / "killed.jsonl"
     echo = Echo([f"{text} {i}" for i in range(3) for text in PROMPTS], 8)
@@ -218,7 +218,7 @@ def test_killed_at_random_moments(target: Target, tmp_path: Path) -> None:
     assert written(path) == written(tmp_path / "whole.jsonl")
 
 
-def test_resuming_with_other_settings_or_a_broken_file_is_refused(target: Target, tmp_path: Path) -> None:
+def test_resuming_with_other_settings_or_a_broken_file_is_refused(target: LanguageModel, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     run(target, path, evaluation(0.0, limit=1), Echo(PROMPTS))
     with pytest.raises(UserError, match="another seed"):
@@ -229,7 +229,7 @@ def test_resuming_with_other_settings_or_a_broken_file_is_refused(target: Target
         run(target, path, evaluation(0.0), Echo(PROMPTS))
 
 
-def test_bad_evaluations_are_refused_before_any_work(target: Target) -> None:
+def test_bad_evaluations_are_refused_before_any_work(target: LanguageModel) -> None:
     only = {"lookup": CONTENDERS["lookup"]}
     for contenders, benchmark, words in (
         (only, Echo(["a"]), "autoregressive"),
@@ -243,7 +243,7 @@ def test_bad_evaluations_are_refused_before_any_work(target: Target) -> None:
             evaluation(0.0, **change)
 
 
-def test_two_runs_in_one_folder_are_refused(target: Target, tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_refused(target: LanguageModel, tmp_path: Path) -> None:
     path, bench = tmp_path / "a.jsonl", evaluation(0.0, temperatures=[0.0], generate_prompts=0)
     with SampleLog(path, {}), pytest.raises(UserError, match="another run is writing"):
         run(target, path, bench, Echo(PROMPTS[:2]))
@@ -257,7 +257,7 @@ def test_two_runs_in_one_folder_are_refused(target: Target, tmp_path: Path) -> N
     assert path.read_text() == doubled  # nothing lost
 
 
-def test_resuming_on_other_data_is_refused(target: Target, tmp_path: Path) -> None:
+def test_resuming_on_other_data_is_refused(target: LanguageModel, tmp_path: Path) -> None:
     path, bench = tmp_path / "a.jsonl", evaluation(0.0, temperatures=[0.0], generate_prompts=0)
     run(target, path, bench, Echo(PROMPTS[:3]))
     before = path.read_bytes()
@@ -273,7 +273,7 @@ def test_resuming_on_other_data_is_refused(target: Target, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_the_limit_can_grow(target: Target, tmp_path: Path, batch_size: int) -> None:
+def test_the_limit_can_grow(target: LanguageModel, tmp_path: Path, batch_size: int) -> None:
     path, options = tmp_path / "a.jsonl", {"temperatures": [0.0], "generate_prompts": 0, "batch_size": batch_size}
     run(target, path, evaluation(0.0, limit=2, **options), Echo(PROMPTS), {"evaluation": {"limit": 2}})
     first = path.read_bytes()
@@ -284,7 +284,7 @@ def test_the_limit_can_grow(target: Target, tmp_path: Path, batch_size: int) -> 
     assert [row["tokens"] for row in whole] == [row["tokens"] for row in rows]
 
 
-def test_rows_are_handed_on_as_they_are_done(target: Target, tmp_path: Path) -> None:
+def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Path) -> None:
     grown: list[int] = []
 
     def go(echo: Echo) -> None:
@@ -303,7 +303,9 @@ def test_rows_are_handed_on_as_they_are_done(target: Target, tmp_path: Path) -> 
     assert grown == [2, 4, 6, 8]  # never fewer than before
 
 
-def test_each_decoder_goes_first_in_its_turn(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_decoder_goes_first_in_its_turn(
+    target: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     for cls in (Autoregressive, Speculative):
 
@@ -324,10 +326,10 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
         trained.embed_tokens.weight.mul_(1.3)
     on_base = {"base": base, "build": factory.autoregressive}
     contenders = {
-        "base_autoregressive": Contender(
+        "base_autoregressive": DecoderSpec(
             method="AR base", build=partial(factory.on_base, **on_base), serial="base_autoregressive"
         ),
-        "base_lookup": Contender(
+        "base_lookup": DecoderSpec(
             method="base, lookup",
             build=partial(factory.on_base, base=base, build=lookup),
             serial="base_autoregressive",

@@ -16,7 +16,7 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Generation
 from dspec.decoding.speculative import Speculative
 from eval import lm_eval as command
-from eval.sandbox import available_layers
+from eval.sandbox.sandbox import available_layers
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

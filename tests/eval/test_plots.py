@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from dspec.calibration import Traces, calibration_report
+from dspec.calibration.sts import Traces, calibration_report
 from dspec.errors import UserError
 from eval.plots import plot_acceptance, plot_loss, plot_reliability, plot_roofline
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dspec.config import composed, instantiate
-from eval.judge import Judge, function_under_test
-from eval.sandbox import Sandbox, available_layers
+from eval.sandbox.judge import Judge, function_under_test
+from eval.sandbox.sandbox import Sandbox, available_layers
 
 needs_landlock = pytest.mark.skipif("landlock" not in available_layers(), reason="no Landlock")
 ROOT = Path(__file__).parent.parent.parent

@@ -14,7 +14,7 @@ import torch
 from dspec.config import ROOT
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 from eval.run import main
 from eval.samples import read_samples
 
@@ -48,7 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("run")
     save_pretrained(draft, folder / "draft", card="made by a test")
-    node = {"_target_": "dspec.models.target.embedded_target", "dtype": "float32", "device": "cpu"}
+    node = {"_target_": "dspec.models.language_model.embedded_target", "dtype": "float32", "device": "cpu"}
     config = {
         "target": node,
         "method": {},
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target.model.get_decoder().layers[1].mlp.down_proj.weight.zero_()
     target.model.save_pretrained(folder / "target")
     target.tokenizer.save_pretrained(folder / "target")
-    node = {"_target_": "dspec.models.target.embedded_target", "dtype": "float32", "device": "cpu"}
+    node = {"_target_": "dspec.models.language_model.embedded_target", "dtype": "float32", "device": "cpu"}
     data = {"block_size": 5, "policy": {"system": None, "thinking": False}}
     (folder / "config.json").write_text(json.dumps({"target": node, "method": {}, "label": "JF", "data": data}))
     return folder

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.blocks import Plan
 from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.errors import UserError
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 from eval.benchmarks.base import Item
 from eval.roofline import Roofline, cost, measure
 from eval.search import Search, main, name, point, show, verdict
@@ -72,7 +72,7 @@ def test_cost_of_a_pass(toys: SimpleNamespace) -> None:
 def test_points(toys: SimpleNamespace) -> None:
     target = toys.target(seed=2, vocab=9)
     options = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
-    plan = Plan(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
+    plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
     (serial,) = Autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
     (own,) = Jacobi(target=target, sampling=toys.GREEDY, plan=plan).decode([[1, 2]], **options)
     points = [

@@ -16,7 +16,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
-from dspec.models.target import embedded_target
+from dspec.models.language_model import embedded_target
 from dspec.spans import Profile, span
 from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.rows import counts

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspec import noise
 from dspec.attention import masks
 from dspec.errors import UserError
+from dspec.jacobi_forcing import noise
+from dspec.jacobi_forcing.packing import Sample, TrajectoryBatch, pack, packed_batch
+from dspec.jacobi_forcing.teachers import EMATeacher, Frozen, StopGradientTeacher
 from dspec.method import Batch
-from dspec.methods.jacobi_forcing import Full, JacobiForcing, LoRA, per_sample, per_token
-from dspec.packing import Sample, TrajectoryBatch, pack, packed_batch
-from dspec.teachers import Frozen, Moving, SamePass
+from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, LoRA, per_sample, per_token
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 CPU = torch.device("cpu")
@@ -45,8 +45,9 @@ def chosen_states(batch: TrajectoryBatch, seed: int) -> Tensor:
 
 def method(of: Any, **changes: Any) -> JacobiForcing:
     settings: dict[str, Any] = {
-        "schedule": noise.Random(window=3), "distance": noise.divergent_suffix, "window": None, "teacher": SamePass(),
-        "tuning": Full(share=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
+        "schedule": noise.RandomSchedule(window=3), "distance": noise.divergent_suffix, "window": None,
+        "teacher": StopGradientTeacher(),
+        "tuning": FullFineTuning(share=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
         "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
     }  # fmt: skip
     return JacobiForcing(target=of, **(settings | changes))
@@ -73,15 +74,15 @@ def test_layout() -> None:
     assert batch.loss_BL[0].int().tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
     assert batch.document_BL[0].tolist() == [0] * 12 + [1] * 5
     assert batch.document_BL[1].tolist() == [0] * 5 + [-1] * 12
-    assert batch.twin_BL[0].tolist() == [0, 1, 5, 6, 7, 5, 6, 7, 10, 11, 10, 11, 12, 15, 16, 15, 16]
-    assert batch.previous_BL[0].tolist() == [-1, 0, -1, -1, -1, 1, 5, 6, -1, -1, 7, 10, -1, -1, -1, 12, 15]
+    assert batch.clean_index_BL[0].tolist() == [0, 1, 5, 6, 7, 5, 6, 7, 10, 11, 10, 11, 12, 15, 16, 15, 16]
+    assert batch.previous_index_BL[0].tolist() == [-1, 0, -1, -1, -1, 1, 5, 6, -1, -1, 7, 10, -1, -1, -1, 12, 15]
     assert batch.last_BL[0].nonzero()[:, 0].tolist() == [9, 11, 14, 16]
     assert batch.index_N.tolist() == [0, 1, 0, 0]
     assert batch.count_N.tolist() == [2, 2, 1, 1]
     assert batch.length_N.tolist() == [3, 2, 2, 2]
-    noised = batch.noised(torch.tensor([0, 0, 0, 0]))
+    noised = batch.with_states(torch.tensor([0, 0, 0, 0]))
     assert noised[0].tolist() == [7, 8, 9, 9, 9, 1, 2, 3, 4, 0, 4, 5, 6, 1, 2, 1, 2]
-    assert torch.equal(batch.noised(torch.tensor([1, 1, 0, 0])), batch.ids_BL)
+    assert torch.equal(batch.with_states(torch.tensor([1, 1, 0, 0])), batch.ids_BL)
 
 
 def test_rows_are_filled_and_no_sample_is_cut() -> None:
@@ -102,7 +103,7 @@ def test_clean_states_are_plain_ar_and_see_no_noise(toys: SimpleNamespace, seed:
     own = samples(seed, 4)
     batch = packed_batch(pack(own, row_length=60))
     for draw in range(2):
-        got = hidden(target, batch, batch.noised(chosen_states(batch, draw)), window)
+        got = hidden(target, batch, batch.with_states(chosen_states(batch, draw)), window)
         checked = 0
         for row, members in enumerate(pack(own, row_length=60)):
             for number, member in enumerate(members):
@@ -123,9 +124,9 @@ def test_noisy_states_are_those_of_decoding(toys: SimpleNamespace, seed: int, wi
     rows = pack(own, row_length=60)
     batch = packed_batch(rows)
     chosen = chosen_states(batch, seed)
-    got = hidden(target, batch, batch.noised(chosen), window)
+    got = hidden(target, batch, batch.with_states(chosen), window)
     for i, (k, j, row, place) in enumerate(
-        zip(chosen.tolist(), batch.index_N.tolist(), batch.row_N.tolist(), batch.place_N.tolist(), strict=True)
+        zip(chosen.tolist(), batch.index_N.tolist(), batch.row_N.tolist(), batch.start_N.tolist(), strict=True)
     ):
         member = rows[row][int(batch.document_BL[row, place])]
         first = i - j  # the sample's block 0 among the batch's blocks
@@ -225,7 +226,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     def built(teacher: Any) -> JacobiForcing:
         return method(toys.target(seed=4, tie=True), teacher=teacher, ar_weight=0.0)
 
-    same, frozen, moving = built(SamePass()), built(Frozen()), built(Moving(decay=0.75))
+    same, frozen, moving = built(StopGradientTeacher()), built(Frozen()), built(EMATeacher(decay=0.75))
     first = [float(m.loss_at(batch, chosen).loss_sum.detach()) for m in (same, frozen, moving)]
     assert first[1] == pytest.approx(first[0], abs=1e-10)
     assert first[2] == pytest.approx(first[0], abs=1e-10)
@@ -233,9 +234,9 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     for m in (same, frozen, moving):
         toys.randomise(m.target.model, seed=5, scale=0.5)
     base = toys.target(seed=4, tie=True)
-    ids = batch.noised(chosen)
+    ids = batch.with_states(chosen)
     noisy = batch.noisy_BL & ~batch.last_BL
-    twin = batch.twin_BL[noisy]
+    twin = batch.clean_index_BL[noisy]
     row = noisy.nonzero()[:, 0]
 
     def expected(teacher: Any) -> float:
@@ -252,7 +253,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     assert all(torch.equal(before[name], b) for name, b in moving.teacher.named_buffers())
     moving.after_step()
     assert float(moving.loss_at(batch, chosen).loss_sum) == pytest.approx(expected(base), abs=1e-9)
-    other = built(Moving(decay=0.5))
+    other = built(EMATeacher(decay=0.5))
     toys.randomise(other.target.model, seed=5, scale=0.5)
     other.after_step()
     assert float(other.loss_at(batch, chosen).loss_sum) != pytest.approx(expected(base), abs=1e-6)
@@ -266,7 +267,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
         {"schedule": noise.Progressive(window=3)},
         {"schedule": noise.Reverse(window=3)},
         {"schedule": noise.AnyState()},
-        {"schedule": noise.Random(window=2)},
+        {"schedule": noise.RandomSchedule(window=2)},
         {"distance": noise.hamming},
         {"window": 1},
         {"normalisation": per_sample},
@@ -343,7 +344,7 @@ def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
 def test_a_share_of_the_change_is_kept(toys: SimpleNamespace, share: float) -> None:
     target = toys.target(seed=7, tie=True)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = Full(share=share)
+    tuning = FullFineTuning(share=share)
     trained_a_little(method(target, tuning=tuning))
     after = {name: p.detach().clone() for name, p in target.named_parameters()}
     assert all(not torch.equal(before[name], p) for name, p in after.items())
@@ -367,7 +368,7 @@ def test_refusals(toys: SimpleNamespace) -> None:
             method(target, **changes)
     for share in (0.0, 1.5):
         with pytest.raises(UserError, match="share"):
-            Full(share=share)
+            FullFineTuning(share=share)
         with pytest.raises(UserError, match="share"):
             LoRA(rank=1, alpha=1, modules="all-linear", share=share)
     plain = Batch(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))

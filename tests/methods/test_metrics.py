@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
+from dspec.jacobi_forcing.noise import AnyState, divergent_suffix
+from dspec.jacobi_forcing.packing import Sample, packed_batch
+from dspec.jacobi_forcing.teachers import StopGradientTeacher
 from dspec.method import Batch
 from dspec.methods.ar_base import ARBase
 from dspec.methods.dflash import DFlash
-from dspec.methods.jacobi_forcing import Full, JacobiForcing, per_token
-from dspec.noise import AnyState, divergent_suffix
-from dspec.packing import Sample, packed_batch
-from dspec.teachers import SamePass
+from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, per_token
 
 SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4}
 
@@ -61,8 +61,10 @@ def test_documents_do_not_see_each_other_whatever_their_positions(toys: SimpleNa
 
 def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
     return JacobiForcing(
-        target=toys.target(), schedule=AnyState(), distance=divergent_suffix, window=None, teacher=SamePass(),
-        tuning=Full(share=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0, ar_on_prompt=False,
+        target=toys.target(), schedule=AnyState(), distance=divergent_suffix, window=None,
+        teacher=StopGradientTeacher(),
+        tuning=FullFineTuning(share=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0,
+        ar_on_prompt=False,
         temperature=1.0, decay=None, chunk_mb=7e-4,
     )  # fmt: skip
 

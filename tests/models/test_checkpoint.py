@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dspec.calibration import Calibration
+from dspec.calibration.sts import Calibration
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling, Streams
 from dspec.errors import UserError
 from dspec.models.checkpoint import config_dict, from_pretrained, save_pretrained
 from dspec.models.draft import Draft, DraftConfig
-from dspec.models.target import Target
+from dspec.models.language_model import LanguageModel
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 KINDS = [
@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-def _proposals(target: Target, draft: Draft) -> list[torch.Tensor]:
+def _proposals(target: LanguageModel, draft: Draft) -> list[torch.Tensor]:
     proposer, text = DraftProposer(draft), [1, 2, 3, 4]
     target.tap(proposer.tap_ids)
     found = []
@@ -119,7 +119,7 @@ def test_tied_targets_round_trip(toys: SimpleNamespace, tmp_path: Path) -> None:
 def test_peers_formats(name: str, tmp_path: Path) -> None:
     """Reading a peer's folder and writing it again gives the same tensors and all of its config keys."""
     model = AutoModelForCausalLM.from_pretrained(GOLDEN / name / "target", dtype=torch.float32)
-    target = Target(model, None, name=name)
+    target = LanguageModel(model, None, name=name)
     draft = from_pretrained(GOLDEN / name / "draft", target=target, layout="fill_in" if name == "dflash_a" else None)
     save_pretrained(draft, tmp_path / "d", card="")
     theirs, ours = (json.loads((d / "config.json").read_text()) for d in (GOLDEN / name / "draft", tmp_path / "d"))
@@ -139,14 +139,14 @@ def test_peers_formats(name: str, tmp_path: Path) -> None:
 # ---- damage and misfits
 
 
-def _refused(folder: Path, target: Target, words: str, *, layout: str | None = None) -> None:
+def _refused(folder: Path, target: LanguageModel, words: str, *, layout: str | None = None) -> None:
     with pytest.raises(UserError, match=words) as caught:
         from_pretrained(folder, target=target, layout=layout)
     assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
-def pair(toys: SimpleNamespace, tmp_path: Path) -> tuple[Target, Path]:
+def pair(toys: SimpleNamespace, tmp_path: Path) -> tuple[LanguageModel, Path]:
     target = toys.target(dtype=torch.float32)
     save_pretrained(toys.draft(target, head="vanilla", confidence=True), tmp_path / "draft", card="")
     return target, tmp_path / "draft"
@@ -164,7 +164,7 @@ def _edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_missing_files(pair: tuple[Target, Path]) -> None:
+def test_missing_files(pair: tuple[LanguageModel, Path]) -> None:
     target, folder = pair
     _refused(folder.parent / "nothing", target, "give a folder that a finished run wrote")
     (folder / "model.safetensors").unlink()
@@ -173,7 +173,7 @@ def test_missing_files(pair: tuple[Target, Path]) -> None:
     _refused(folder, target, "config.json is missing; give a folder")
 
 
-def test_truncated_files(pair: tuple[Target, Path]) -> None:
+def test_truncated_files(pair: tuple[LanguageModel, Path]) -> None:
     target, folder = pair
     for name in ("model.safetensors", "config.json"):
         content = (folder / name).read_bytes()
@@ -211,13 +211,13 @@ def test_truncated_files(pair: tuple[Target, Path]) -> None:
         ),
     ],
 )
-def test_configs_that_do_not_fit(pair: tuple[Target, Path], change: dict[str, Any], words: str) -> None:
+def test_configs_that_do_not_fit(pair: tuple[LanguageModel, Path], change: dict[str, Any], words: str) -> None:
     target, folder = pair
     _edit(folder, **change)
     _refused(folder, target, words)
 
 
-def test_tensors_that_do_not_fit(pair: tuple[Target, Path], toys: SimpleNamespace) -> None:
+def test_tensors_that_do_not_fit(pair: tuple[LanguageModel, Path], toys: SimpleNamespace) -> None:
     target, folder = pair
     good = (folder / "model.safetensors").read_bytes()
     for change, words in (
@@ -304,7 +304,7 @@ def test_interruption_leaves_the_old_folder(
     assert _content(tmp_path)["draft/README.md"] == b"new"
 
 
-def test_a_folder_whose_writer_was_killed_between_its_renames_is_found(pair: tuple[Target, Path]) -> None:
+def test_a_folder_whose_writer_was_killed_between_its_renames_is_found(pair: tuple[LanguageModel, Path]) -> None:
     target, folder = pair
     before = _content(folder)
     folder.rename(folder.with_name(f".{folder.name}.old"))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dspec.decoding.factory import on_base
+from dspec.models.language_model import LanguageModel, embedded_target
 from dspec.models.rotary import Rotary
-from dspec.models.target import Target, embedded_target
 
 
 def _rotaries(module: nn.Module) -> list[Rotary]:
@@ -46,7 +46,7 @@ def test_a_model_that_was_cast_before_gets_exact_frequencies() -> None:
     exact = model.get_decoder().rotary_emb.inv_freq.clone()
     config = model.config
     model.get_decoder().rotary_emb = type(_hf_rotary(config))(config).to(torch.bfloat16)
-    again = Target(model, None, name="again", mask_token_id=0)
+    again = LanguageModel(model, None, name="again", mask_token_id=0)
     assert torch.equal(_rotaries(again)[0].inv_freq, exact)
 
 
@@ -58,7 +58,7 @@ def _hf_rotary(config: object) -> nn.Module:
 
 def test_the_base_of_a_bfloat16_target_rotates_exactly(toys: SimpleNamespace) -> None:
     base, target = toys.target(dtype=torch.float32), toys.target(dtype=torch.bfloat16)
-    seen: list[Target] = []
+    seen: list[LanguageModel] = []
     on_base(target=target, draft=None, sampling=toys.GREEDY, base=base, build=lambda **a: seen.append(a["target"]))
     assert seen[0].dtype == torch.bfloat16
     assert _rotaries(seen[0])[0].inv_freq.dtype == torch.float32

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from eval.judge import Judge, Verdict
-from eval.sandbox import Sandbox, available_layers
+from eval.sandbox.judge import Judge, Verdict
+from eval.sandbox.sandbox import Sandbox, available_layers
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 

@@ -9,9 +9,9 @@ from data.embedded.corpus import generate
 from data.embedded.function_templates import TEMPLATES
 from dspec.config import composed, instantiate
 from dspec.errors import UserError
-from eval import sandbox
 from eval.benchmarks.embedded import Functions, Problems, passes, solves
-from eval.judge import Judge
+from eval.sandbox import sandbox
+from eval.sandbox.judge import Judge
 
 PROMPT = 'def double(xs):\n    """Return xs doubled."""'
 TESTS = ("assert double([1, 2]) == [2, 4]", "assert double([]) == []")

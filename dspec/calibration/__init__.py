@@ -1,0 +1,1 @@
+"""Sequential Temperature Scaling, and the stage that fits it."""

@@ -1,0 +1,187 @@
+"""The calibration stage: decode held-out prompts, fit STS on some of them, report on the others.
+
+Traces come from true speculative decoding at the sampling the temperatures are for (temperature 1 by default: greedy
+acceptance is another event than 1 - TV). The fitting itself is dspec/calibration/sts.py.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from dspec.atomic import write_json
+from dspec.calibration.sts import (
+    Calibration,
+    Traces,
+    calibration_report,
+    cross_validated_gain,
+    fit_sts,
+    temperature_grid,
+)
+from dspec.decoding.base import Generation
+from dspec.decoding.proposers import DraftProposer
+from dspec.decoding.sampling import Sampling
+from dspec.decoding.speculative import Speculative
+from dspec.errors import UserError
+from dspec.models.draft import Draft
+from dspec.models.language_model import LanguageModel
+from dspec.provenance import fingerprint
+
+
+class CalibrateSTS:
+    """Fits one temperature a slot; all numbers come from the config."""
+
+    def __init__(
+        self,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        batch_size: int,
+        fit_share: float,
+        bins: int,
+        grid_low: float,
+        grid_high: float,
+        grid_points: int,
+        folds: int,
+        min_gain: float,
+        seed: int,
+    ) -> None:
+        """`fit_share` of the prompts fit the temperatures, the rest report; the grid is log-spaced and holds 1.
+
+        The temperatures are kept if over `folds` of the fitting prompts they lower the mean ECE of held-out ones by
+        more than `min_gain`, else all stay 1: a head that is calibrated up to noise is left alone.
+        """
+        if sampling.greedy:
+            raise UserError("calibration.sampling.temperature must be above 0: STS is fitted on sampled traces")
+        self.sampling, self.max_new_tokens, self.batch_size = sampling, max_new_tokens, batch_size
+        self.fit_share, self.bins, self.seed = fit_share, bins, seed
+        self.folds, self.min_gain = folds, min_gain
+        self.grid = temperature_grid(low=grid_low, high=grid_high, points=grid_points)
+
+    def check(self, draft: Draft | None) -> None:
+        """Raises UserError for a drafter without a confidence head, or answers too short to reach its last slot."""
+        if draft is None or draft.confidence_head is None:
+            raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=none")
+        if self.max_new_tokens <= (slots := draft.config.num_drafts):
+            raise UserError(
+                f"calibration.max_new_tokens={self.max_new_tokens} ends answers before the last of {slots} draft "
+                f"slots; give at least {slots + 1}, better hundreds"
+            )
+
+    def check_prompts(self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]]) -> None:
+        """Raises UserError for too few prompts, or one that leaves no room for an answer in target or drafter."""
+        if not self.folds <= round(len(prompts) * self.fit_share) < len(prompts):
+            raise UserError(
+                f"{len(prompts)} calibration prompts are too few for fit_share={self.fit_share} and {self.folds} "
+                "folds: raise the data source's calibration count"
+            )
+        longest = max(map(len, prompts))
+        room = min(target.max_positions, draft.config.transformer.max_position_embeddings)
+        if longest + self.max_new_tokens > room:
+            raise UserError(
+                f"a calibration prompt of {longest} tokens and calibration.max_new_tokens={self.max_new_tokens} exceed "
+                f"{room} positions; lower it, or shorten the prompt"
+            )
+
+    def __call__(
+        self,
+        *,
+        target: LanguageModel,
+        draft: Draft,
+        prompts: Sequence[list[int]],
+        stop_ids: Sequence[int],
+        artefact: Path | None = None,
+    ) -> dict[str, Any]:
+        """Sets `draft.calibration` and returns the report. Raises UserError when prompts or rounds are too few.
+
+        `artefact` is a JSON file in which the outcome is kept, and from which it is taken if it was found for the same
+        weights, prompts and settings.
+        """
+        self.check(draft)
+        key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None
+        if artefact is not None and (kept := _kept(artefact, key)) is not None:
+            draft.calibration = Calibration.from_dict(kept["calibration"])
+            return dict(kept["report"])
+        report = self._fit(target, draft, prompts, stop_ids)
+        if artefact is not None and draft.calibration is not None:
+            write_json(artefact, {"key": key, "calibration": draft.calibration.to_dict(), "report": report})
+        return report
+
+    def _key(self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]) -> str:
+        """A digest of all that the outcome depends on."""
+        settings = {name: value for name, value in vars(self).items() if name not in ("sampling", "grid")}
+        settings |= {"sampling": self.sampling.to_dict(), "grid": self.grid.tolist(), "stop_ids": list(stop_ids)}
+        weights = [fingerprint(target.model), fingerprint(draft)]
+        return hashlib.sha256(json.dumps([settings, weights, list(prompts)]).encode()).hexdigest()[:16]
+
+    def _fit(
+        self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
+    ) -> dict[str, Any]:
+        self.check_prompts(target, draft, prompts)
+        decoder = Speculative(
+            target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
+        )
+        generations: list[Generation] = []
+        for start in track(range(0, len(prompts), self.batch_size), "calibration traces"):
+            batch = list(prompts[start : start + self.batch_size])
+            seeds = [self.seed * 1_000_003 + start + i for i in range(len(batch))]
+            generations += decoder.decode(batch, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids, seeds=seeds)
+        traces, prompt_N = gather(generations)
+        shares = [self.fit_share / self.folds] * self.folds + [1 - self.fit_share]
+        *folds, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
+        self._check_rounds(folds, report)
+        gain = cross_validated_gain(folds, grid=self.grid, bins=self.bins)
+        temperatures = fit_sts(fit := Traces.cat(folds), grid=self.grid, bins=self.bins)
+        if gain <= self.min_gain:
+            temperatures = torch.ones_like(temperatures)
+        draft.calibration = Calibration(tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p)
+        return {
+            "temperatures": temperatures.tolist(),
+            "cross_validated_gain": gain,
+            "sampling": self.sampling.to_dict(),
+            "fitting_rounds": len(fit.valid_N),
+            **calibration_report(report, temperatures, bins=self.bins),
+        }
+
+    def _check_rounds(self, folds: Sequence[Traces], report: Traces) -> None:
+        """Each slot counts in two folds at least (one may be held out), each part has a round that counts."""
+        slot_K = torch.arange(report.logits_NK.shape[1])
+        counts = torch.stack([(part.valid_N[:, None] > slot_K).sum(0) for part in (*folds, report)])
+        few = ((counts[:-1] > 0).sum(0) < 2).nonzero()[:, 0] + 1
+        if len(few) or not (counts[:, 0] > 0).all():
+            where = f"at draft slots {few.tolist()}" if len(few) else "in some of its parts"
+            raise UserError(
+                f"too few calibration rounds {where}: the answers end too early. Raise "
+                f"calibration.max_new_tokens={self.max_new_tokens} or the data source's calibration count, or say "
+                "calibration=none"
+            )
+
+
+def _kept(path: Path, key: str | None) -> dict[str, Any] | None:
+    """What `path` holds, if it was found under the same key."""
+    if not path.is_file():
+        return None
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept if kept["key"] == key else None
+
+
+def gather(generations: Sequence[Generation]) -> tuple[Traces, torch.Tensor]:
+    """The rounds of all generations as Traces, and each round's prompt index [N].
+
+    Raises UserError when there is no round: all answers ended with their first token.
+    """
+    rounds = [(i, r) for i, g in enumerate(generations) for r in g.rounds]
+    if not rounds:
+        raise UserError("no calibration rounds: all answers ended with their first token; take other prompts")
+    return (
+        Traces(
+            torch.tensor([r.confidence for _, r in rounds], dtype=torch.float64),
+            torch.tensor([r.accepted for _, r in rounds]),
+            torch.tensor([r.valid for _, r in rounds]),
+        ),
+        torch.tensor([i for i, _ in rounds]),
+    )

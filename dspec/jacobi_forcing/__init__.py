@@ -1,0 +1,1 @@
+"""What Jacobi Forcing alone needs: noise schedules, packed rows, teachers."""

@@ -1,0 +1,102 @@
+"""Which state of a Jacobi trajectory stands for a block in training: noise ratios and the schedules over blocks.
+
+Source: "Jacobi Forcing", noise schedule and training sequence preparation: block i is meant to have the noise ratio
+t_i = W[i mod w], W = {0, 1/w, ..., (w-1)/w}, and the state whose ratio is nearest is taken.
+
+Legend: N = blocks, K = states of a trajectory (its last one is the fixed point), n = tokens of a block.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dspec.errors import UserError
+
+Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def divergent_suffix(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
+    """Share [N, K] of a block's `length_N` tokens from the first wrong one on: what decoding has not verified."""
+    diverged = _wrong(states_NKn, clean_Nn, length_N).long().cummax(-1).values
+    return (diverged * _inside(clean_Nn, length_N)[:, None]).sum(-1) / length_N[:, None]
+
+
+def hamming(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
+    """Share [N, K] of a block's `length_N` tokens that are wrong."""
+    return _wrong(states_NKn, clean_Nn, length_N).sum(-1) / length_N[:, None]
+
+
+def depth(state_Nn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
+    """Tokens [N, n] that lie between a block's first wrong one and each: 0 up to the wrong one, then 1, 2, ..."""
+    wrong_Nn = _wrong(state_Nn[:, None], clean_Nn, length_N)[:, 0]
+    slot_n = torch.arange(clean_Nn.shape[-1], device=clean_Nn.device)
+    first_N = torch.where(wrong_Nn.any(-1), wrong_Nn.long().argmax(-1), len(slot_n))
+    return (slot_n - first_N[:, None]).clamp(min=0)
+
+
+def _inside(clean_Nn: Tensor, length_N: Tensor) -> Tensor:
+    return torch.arange(clean_Nn.shape[-1], device=clean_Nn.device) < length_N[:, None]
+
+
+def _wrong(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
+    return (states_NKn != clean_Nn[:, None]) & _inside(clean_Nn, length_N)[:, None]
+
+
+class Schedule(Protocol):
+    """Chooses a state for each block."""
+
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        """States [N], given the noise ratios of each block's first `count_N` states, its number in the response, and a
+        uniform in [0, 1) for what is drawn."""
+        ...
+
+
+def nearest(ratio_NK: Tensor, count_N: Tensor, target_N: Tensor) -> Tensor:
+    """The state [N] whose ratio is nearest to the target, the earliest on ties."""
+    beyond = torch.arange(ratio_NK.shape[1], device=ratio_NK.device) >= count_N[:, None]
+    return (ratio_NK - target_N[:, None]).abs().masked_fill(beyond, torch.inf).argmin(1)
+
+
+class Progressive:
+    """From clean to noisy over each window of blocks: t_i = (i mod w) / w."""
+
+    def __init__(self, *, window: int) -> None:
+        self.window = _window(window)
+
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return nearest(ratio_NK, count_N, index_N % self.window / self.window)
+
+
+class Reverse:
+    """From noisy to clean over each window of blocks: t_i = (w - 1 - i mod w) / w."""
+
+    def __init__(self, *, window: int) -> None:
+        self.window = _window(window)
+
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return nearest(ratio_NK, count_N, (self.window - 1 - index_N % self.window) / self.window)
+
+
+class RandomSchedule:
+    """t_i drawn from the window's ratios, anew in each step."""
+
+    def __init__(self, *, window: int) -> None:
+        self.window = _window(window)
+
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return nearest(ratio_NK, count_N, (uniform_N * self.window).floor() / self.window)
+
+
+class AnyState:
+    """A state of the trajectory, all alike: no schedule (CLLM)."""
+
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return (uniform_N * count_N).long()
+
+
+def _window(window: int) -> int:
+    if window < 1:
+        raise UserError(f"a noise schedule needs a window of at least 1 block, not {window}")
+    return window

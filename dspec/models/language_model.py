@@ -1,0 +1,300 @@
+"""The target: one class over a Hugging Face causal LM that gives hidden states, tapped features and logits.
+
+Layer ids are 0-based decoder layers: id i is the output of layer i before the final norm. Features are read by
+forward hooks, since `output_hidden_states` changed its indices between transformers 5.17 and 5.23.
+This module knows no drafter and no decoder.
+
+Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from dspec.atomic import restore
+from dspec.attention import masks
+from dspec.attention.attend import attend
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+from dspec.models.rotary import Rotary
+from dspec.spans import span
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+DTYPES = ("float32", "bfloat16", "float64")
+_BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+_ATTENTION = "dspec"  # our attend, under the name that transformers' configs take
+_LARGE_HEAD = 2**22  # weights; smaller heads take microseconds
+_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention call. Its own SDPA copies the key/value heads in every layer that has a mask."""
+    causal = attention_mask is None and query.shape[2] > 1
+    with span("attention"):
+        out = attend(query, key, value, attention_mask, scale=scaling, is_causal=causal)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    hidden_BLD: Tensor  # after the final norm: what the LM head reads
+    features_BLF: Tensor  # the tapped layers' outputs, concatenated; width 0 when nothing is tapped
+
+
+class LanguageModel(nn.Module):
+    """A causal LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen, unless a method trains it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        name: str,
+        mask_token_id: int | None = None,
+    ) -> None:
+        """`mask_token_id` fills a drafter's empty slots; None takes the tokenizer's mask token, if it has one.
+
+        Raises UserError for another family, or for layers that attend through a sliding window.
+        """
+        super().__init__()
+        config = model.config
+        if config.model_type not in FAMILIES:
+            raise UserError(
+                f"target {name!r} is a {config.model_type!r} model; dspec runs the families {', '.join(FAMILIES)}"
+            )
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+            raise UserError(f"target {name!r} has sliding-window layers, which dspec's cache does not model")
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
+        model.set_attn_implementation(_ATTENTION)
+        decoder = model.get_decoder()
+        # built anew from the config: the model may have been cast before it came here
+        decoder.rotary_emb = Rotary(type(decoder.rotary_emb)(config)).to(model.device)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer: Any = tokenizer  # None only where ids alone are decoded
+        self.name = name
+        self.mask_token_id = mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
+        self.tap_ids: tuple[int, ...] = ()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._tapped: dict[int, Tensor] = {}
+        if self.dtype == torch.float64:
+            _norms_in_double(model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.model.config.num_hidden_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.model.get_input_embeddings()
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        return self.model.get_output_embeddings()
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Reads the outputs of these decoder layers from now on; raises UserError for ids out of range."""
+        if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
+            raise UserError(
+                f"target layer ids {bad} are out of range: {self.name!r} has layers 0..{self.num_layers - 1}; "
+                "set draft.target_layer_ids accordingly"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self.tap_ids = tuple(layer_ids)
+        layers = self.model.get_decoder().layers
+        self._hooks = [layers[i].register_forward_hook(self._keep(i)) for i in set(layer_ids)]
+
+    def _keep(self, layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._tapped[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def new_cache(self) -> PositionCache:
+        return PositionCache(self.num_layers)
+
+    def forward(
+        self,
+        ids_BL: Tensor,
+        *,
+        start_B: Sequence[int] | None = None,
+        cache: PositionCache | None = None,
+        positions_BL: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> ModelOutput:
+        """One forward pass.
+
+        With a cache, row b's ids stand at positions start_B[b] .. and attend causally to all before them. Without
+        one, rows start at position 0 (right-padded; what comes after a row's end is garbage) unless `positions_BL`
+        and a boolean `mask` [B, 1, L, L] say otherwise.
+        """
+        B, L = ids_BL.shape
+        if cache is not None:
+            starts = list(start_B) if start_B is not None else [0] * B
+            cache.at(starts, L)
+            start = torch.tensor(starts, device=ids_BL.device)
+            positions_BL = start[:, None] + torch.arange(L, device=ids_BL.device)
+            # no mask is the fast kernel: one query on top of its own row sees all keys, and a pass from position 0 in
+            # all rows is plainly causal, since what lies behind a row's end is never read
+            if any(starts) and (L > 1 or B > 1):
+                mask = masks.dense(masks.causal(start), batch=B, queries=L, keys=cache.end, device=ids_BL.device)
+                mask = masks.additive(mask, self.dtype)
+        output = self.model.get_decoder()(
+            input_ids=ids_BL,
+            attention_mask=mask,
+            position_ids=positions_BL,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        hidden = output.last_hidden_state
+        parts = [self._tapped[i] for i in self.tap_ids]
+        self._tapped.clear()
+        return ModelOutput(hidden, torch.cat(parts, -1) if parts else hidden[..., :0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return lm_logits(self.lm_head, hidden)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's end of turn, and what the model's generation config adds.
+
+        Raises UserError for a target that has neither.
+        """
+        more = getattr(self.model.generation_config, "eos_token_id", None)
+        more = [] if more is None else [more] if isinstance(more, int) else list(more)
+        own = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        if not own and not more:
+            raise UserError(
+                f"target {self.name!r} has no end-of-text token: set eos_token in its tokenizer_config.json"
+            )
+        return tuple(dict.fromkeys([*own, *more]))
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raises UserError when prompt and new tokens do not fit the model's positions."""
+        if prompt + new > self.max_positions:
+            raise UserError(
+                f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the context of {self.name!r} "
+                f"({self.max_positions} positions); shorten the prompt or lower max_new_tokens"
+            )
+
+
+def lm_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Logits [..., V] of hidden states [..., D].
+
+    On a CPU float32 products of 3, 7, 11 rows take up to twice the time of those with one row more (two threads,
+    V = 32k and 49k), so such a large head gets a row of zeros.
+    """
+    shape = hidden.shape[:-1]
+    slow = hidden.dtype == torch.float32 and hidden.device.type == "cpu" and head.weight.numel() >= _LARGE_HEAD
+    if not (slow and shape.numel() % 4 == 3):
+        return head(hidden)
+    padded = nn.functional.pad(hidden.reshape(shape.numel(), -1), (0, 0, 0, 1))
+    return head(padded)[:-1].view(*shape, -1)
+
+
+def _norms_in_double(model: nn.Module) -> None:
+    """transformers' RMS norms round to float32 inside; exactness in float64 needs norms that do not."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _NORMS):
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+
+
+@cache
+def check_bfloat16() -> None:
+    """Raises UserError where a bfloat16 product kills the process (CPUs that list AMX but may not use it)."""
+    if subprocess.run([sys.executable, "-c", _BF16_PRODUCT], stderr=subprocess.DEVNULL).returncode < 0:
+        raise UserError(
+            "bfloat16 crashes on this CPU (illegal instruction in oneDNN): set the environment variable "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or take target.dtype=float32 trainer.precision=32-true"
+        )
+
+
+def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> LanguageModel:
+    """A target from a local folder or the Hub; `dtype` float32 | bfloat16 | float64.
+
+    Raises UserError when the model or its tokenizer cannot be had.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"target.dtype={dtype} is unknown; say one of {', '.join(DTYPES)}")
+    if dtype == "bfloat16" and torch.device(device).type == "cpu":
+        check_bfloat16()
+    folder = Path(path).expanduser()
+    restore(folder)
+    if folder.is_dir():
+        path = str(folder)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
+    return LanguageModel(model.to(local_device(device)), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def local_device(device: str) -> str:
+    """`device`, or where several processes share a machine this process's own GPU in the place of "cuda"."""
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
+def embedded_target(*, dtype: str, device: str) -> LanguageModel:
+    """The target that ships with dspec (3M parameters, trained by recipe=ar_base)."""
+    folder = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+    return load_language_model(path=str(folder), name="tiny", dtype=dtype, device=device, mask_token_id=None)

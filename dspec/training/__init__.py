@@ -1,0 +1,1 @@
+"""The main job around Lightning: stages, module, checkpoints."""

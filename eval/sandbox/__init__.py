@@ -1,0 +1,1 @@
+"""Where model-written programs run, and what judges them."""

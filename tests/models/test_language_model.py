@@ -1,0 +1,253 @@
+"""The target: taps against a forward pass layer by layer, cached and ragged against plain, refusals."""
+
+import random
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import dspec
+from dspec.errors import UserError
+from dspec.models import language_model as target_module
+from dspec.models.language_model import _NORMS, LanguageModel, check_bfloat16, lm_logits, load_language_model
+from dspec.provenance import fingerprint
+
+EXACT = {"rtol": 0, "atol": 1e-10}
+
+
+def _layer_by_layer(target: LanguageModel, ids_BL: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Each decoder layer's output, and the final norm of the last."""
+    decoder, L = target.model.get_decoder(), ids_BL.shape[1]
+    positions = torch.arange(L)[None]
+    mask = torch.full((L, L), float("-inf"), dtype=target.dtype).triu(1)[None, None]
+    x, outputs = decoder.embed_tokens(ids_BL), []
+    rotation = decoder.rotary_emb(x, positions)
+    for layer in decoder.layers:
+        x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
+        x = x[0] if isinstance(x, tuple) else x
+        outputs.append(x)
+    return outputs, decoder.norm(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_taps_are_layer_outputs_before_the_final_norm(toys: SimpleNamespace, family: str) -> None:
+    target = toys.target(family, layers=4)
+    ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
+    layers, final = _layer_by_layer(target, ids)
+    for taps in ((0,), (3,), (0, 2, 3), (3, 1), (1, 1)):
+        target.tap(taps)
+        out = target(ids)
+        torch.testing.assert_close(out.features_BLF, torch.cat([layers[i] for i in taps], -1), **EXACT)
+        torch.testing.assert_close(out.hidden_BLD, final, **EXACT)
+        assert target.tap_ids == taps
+    assert not torch.allclose(layers[3], final)  # the last id is not the normed output
+    target.tap(())
+    assert target(ids).features_BLF.shape == (2, 7, 0)
+    logits = target.model(ids).logits
+    torch.testing.assert_close(target.logits(final), logits, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_float64_norms_keep_weights_and_agree_with_transformers(toys: SimpleNamespace, family: str) -> None:
+    plain, exact = toys.target(family, dtype=torch.float32), toys.target(family)
+    assert any(isinstance(m, _NORMS) for m in plain.model.modules())
+    assert not any(isinstance(m, _NORMS) for m in exact.model.modules())
+    assert plain.model.state_dict().keys() == exact.model.state_dict().keys()
+    ids = torch.randint(11, (2, 9))
+    single, double = (t.logits(t(ids).hidden_BLD).double() for t in (plain, exact))
+    torch.testing.assert_close(single, double, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(single, double)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_cached_equals_uncached(toys: SimpleNamespace, family: str, seed: int) -> None:
+    """Ragged rows fed in chunks, wrong tokens written and overwritten, rows dropped: logits within 1e-10."""
+    rng = random.Random(seed)
+    target = toys.target(family, seed=seed)
+    target.tap((0, 2))
+    texts = [[rng.randrange(11) for _ in range(80)] for _ in range(4)]
+    whole = target(torch.tensor(texts))
+    logits = target.logits(whole.hidden_BLD)
+    cache, known, rows, ragged = target.new_cache(), [0] * 4, list(range(4)), 0
+    while min(known) < 25:
+        length, ragged = rng.randint(1, 6), ragged + (len(set(known)) > 1)
+        ids = [texts[r][k : k + length] for r, k in zip(rows, known, strict=True)]
+        right = [rng.randint(1, length) for _ in rows]  # tokens after these are drafts gone wrong
+        ids = [row[:n] + [rng.randrange(11) for _ in row[n:]] for row, n in zip(ids, right, strict=True)]
+        out = target(torch.tensor(ids), start_B=known, cache=cache)
+        got = target.logits(out.hidden_BLD)
+        for i, (r, k, n) in enumerate(zip(rows, known, right, strict=True)):
+            torch.testing.assert_close(got[i, :n], logits[r, k : k + n], **EXACT)
+            torch.testing.assert_close(out.features_BLF[i, :n], whole.features_BLF[r, k : k + n], **EXACT)
+        known = [k + n for k, n in zip(known, right, strict=True)]
+        if len(rows) == 4 and min(known) > 8:
+            cache.select(torch.tensor([3, 1]))
+            rows, known = [3, 1], [known[3], known[1]]
+    assert len(rows) == 2
+    assert ragged > 3
+
+
+@torch.no_grad()
+def test_padding_and_packing_change_nothing(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    a, b = [1, 2, 3, 4, 5], [6, 7, 8]
+    alone = [target(torch.tensor([x])).hidden_BLD[0] for x in (a, b)]
+    padded = target(torch.tensor([a, [*b, 9, 9]])).hidden_BLD
+    torch.testing.assert_close(padded[1, :3], alone[1], **EXACT)
+    document = torch.tensor([0] * 5 + [1] * 3)
+    mask = ((document[:, None] == document) & torch.ones(8, 8).tril().bool())[None, None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    packed = target(torch.tensor([a + b]), positions_BL=positions, mask=mask).hidden_BLD[0]
+    torch.testing.assert_close(packed, torch.cat(alone), **EXACT)
+
+
+@torch.no_grad()
+def test_a_pass_from_position_0_has_no_mask(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any lengths, fresh cache or written anew: the causal kernel; and it gives what rows alone give."""
+    seen: list[tuple[bool, bool]] = []
+    plain = target_module.attend
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        seen.append((mask is None, options["is_causal"]))
+        return plain(q, k, v, mask, **options)
+
+    monkeypatch.setattr(target_module, "attend", spy)
+    target = toys.target()
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 0, 0], [5, 0, 0, 0, 0, 0]]
+    lengths, cache = [6, 3, 1], target.new_cache()
+    target(torch.tensor([[9] * 9] * 3), cache=cache)  # what was held before is overwritten
+    for prompts, held in ((rows[:1], target.new_cache()), (rows, target.new_cache()), (rows, cache)):
+        seen.clear()
+        whole = target(torch.tensor(prompts), cache=held).hidden_BLD
+        assert seen == [(True, True)] * 3
+        for i, n in enumerate(lengths[: len(prompts)]):
+            alone = target(torch.tensor([rows[i][:n]])).hidden_BLD[0]
+            torch.testing.assert_close(whole[i, :n], alone, **EXACT)
+    seen.clear()
+    after = target(torch.tensor([[7], [6], [5]]), start_B=lengths, cache=cache).hidden_BLD
+    assert seen == [(False, False)] * 3  # rows at different lengths need one
+    for i, n in enumerate(lengths):
+        alone = target(torch.tensor([[*rows[i][:n], 7 - i]])).hidden_BLD[0, -1]
+        torch.testing.assert_close(after[i, 0], alone, **EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (3,), (1, 7), (3, 5), (2, 4), (0,), (3, 1, 1)])
+def test_large_heads_get_another_row_where_that_is_faster(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3, 7, 15 rows in float32; the logits are the same."""
+    generator = torch.Generator().manual_seed(0)
+    head, rows = torch.nn.Linear(6, 9, bias=False).to(dtype), []
+    hidden = torch.randn(*shape, 6, generator=generator).to(dtype)
+    plain = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: rows.append(x.shape[:-1].numel()) or plain(x))
+    expected = hidden.double() @ head.weight.double().T
+    for large in (10**9, 0):
+        monkeypatch.setattr(target_module, "_LARGE_HEAD", large)
+        got = lm_logits(head, hidden)
+        assert got.shape == (*shape, 9)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-2, atol={torch.bfloat16: 1e-2}.get(dtype, 1e-6))
+    count = hidden.shape[:-1].numel()
+    padded = dtype == torch.float32 and count % 4 == 3
+    assert rows == [count, count + padded]
+
+
+def test_target_is_frozen_and_describes_itself(toys: SimpleNamespace) -> None:
+    target = toys.target("llama", vocab=13, layers=5, positions=77)
+    assert not any(p.requires_grad for p in target.parameters())
+    assert not target.model.training
+    assert (target.num_layers, target.vocab_size, target.hidden_size, target.max_positions) == (5, 13, 16, 77)
+    assert (target.dtype, target.mask_token_id) == (torch.float64, 12)
+
+
+def test_fingerprint_follows_the_weights(toys: SimpleNamespace) -> None:
+    a, b = toys.target(seed=1), toys.target(seed=1)
+    assert fingerprint(a.model) == fingerprint(b.model) != fingerprint(toys.target(seed=2).model)
+    with torch.no_grad():
+        b.lm_head.weight[0, 0] += 1e-3
+    assert fingerprint(a.model) != fingerprint(b.model)
+
+
+def _refused(words: str) -> pytest.RaisesExc:
+    return pytest.raises(UserError, match=words)
+
+
+def test_refusals(toys: SimpleNamespace, tmp_path: Path) -> None:
+    small = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small |= {"intermediate_size": 16, "num_key_value_heads": 1}
+    sliding = Qwen2ForCausalLM(Qwen2Config(**small, use_sliding_window=True, sliding_window=8, max_window_layers=1))
+    with _refused("'windows' has sliding-window layers"):
+        LanguageModel(sliding, None, name="windows")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9))
+    for model in (MistralForCausalLM(MistralConfig(**small)), gpt2):
+        with _refused("llama, qwen2, qwen3"):
+            LanguageModel(model, None, name="foreign")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with _refused("dynamic rotary embeddings"):
+        LanguageModel(Qwen2ForCausalLM(Qwen2Config(**small, rope_parameters=rope)), None, name="stretched")
+    target = toys.target(positions=20)
+    for bad in ((3,), (-1,), (0, 7)):
+        with _refused("layers 0..2; set draft.target_layer_ids"):
+            target.tap(bad)
+    target.check_length(12, 8)
+    with _refused("prompt of 13 tokens and max_new_tokens=8 exceed .*20 positions"):
+        target.check_length(13, 8)
+    with _refused("cannot load target"):
+        load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=None)
+
+
+@pytest.mark.parametrize("code", [0, -4])
+def test_bfloat16_is_refused_where_it_kills_the_process(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=code))
+    check_bfloat16.cache_clear()
+    try:
+        with _refused("ONEDNN_MAX_CPU_ISA") if code else nullcontext():
+            check_bfloat16()
+    finally:
+        check_bfloat16.cache_clear()
+
+
+def test_load_target(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "check_bfloat16", lambda: None)  # nothing is multiplied here
+    made = toys.target("llama", dtype=torch.float32)
+    made.model.save_pretrained(tmp_path)
+    vocab = {f"t{i}": i for i in range(10)} | {"<mask>": 10}
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab, "t0")), mask_token="<mask>")
+    words.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        target = load_language_model(path=str(tmp_path), name="x", dtype=name, device="cpu", mask_token_id=None)
+        assert (target.dtype, target.mask_token_id) == (dtype, 10)
+        assert torch.equal(target.lm_head.weight, made.lm_head.weight.to(dtype))
+    with _refused("float32, bfloat16, float64"):
+        load_language_model(path=str(tmp_path), name="x", dtype="float16", device="cpu", mask_token_id=None)
+    target = load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=4)
+    assert target.mask_token_id == 4
+
+
+def test_a_target_whose_writer_was_killed_between_its_renames_is_found(tmp_path: Path) -> None:
+    embedded = Path(dspec.__file__).parent / "assets" / "tiny"
+    shutil.copytree(embedded, tmp_path / ".mine.old")
+    own = {"name": "mine", "dtype": "float32", "device": "cpu", "mask_token_id": None}
+    assert load_language_model(path=str(tmp_path / "mine"), **own).num_layers == 6

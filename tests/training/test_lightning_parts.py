@@ -1,0 +1,109 @@
+"""Checkpoints on a full disk, and what resuming refuses."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspec.errors import UserError
+from dspec.training.lightning_parts import (
+    CHECKPOINT,
+    AtomicCheckpointIO,
+    check_same_config,
+    portable,
+    resume_checkpoint,
+)
+from dspec.training.lit_module import SHOWN, LitModule, ratios
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
+def test_full_disk_leaves_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    path = tmp_path / CHECKPOINT
+    AtomicCheckpointIO().save_checkpoint({"step": 1}, path)
+
+    def full(value: object, file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"cannot write .*last\.ckpt"):
+        AtomicCheckpointIO().save_checkpoint({"step": 2}, path)
+    monkeypatch.undo()
+    assert torch.load(resume_checkpoint(tmp_path)) == {"step": 1}
+    assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_missing_and_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nothing to resume: .*last\.ckpt is missing"):
+        resume_checkpoint(tmp_path)
+    path = tmp_path / CHECKPOINT
+    AtomicCheckpointIO().save_checkpoint({"weights": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:-700])
+    with pytest.raises(UserError, match=r"cannot be read .*damaged"):
+        resume_checkpoint(tmp_path)
+
+
+def test_resuming_needs_the_same_command(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        check_same_config(tmp_path, {})
+    config = {"seed": 0, "trainer": {"max_steps": 5}, "resume": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_same_config(tmp_path, config | {"resume": str(tmp_path)})
+    with pytest.raises(UserError, match=r"trainer\.max_steps"):
+        check_same_config(tmp_path, {"seed": 0, "trainer": {"max_steps": 6}})
+
+
+def test_a_setting_that_contains_the_folders_name_is_compared_all_the_same(tmp_path: Path) -> None:
+    """In a sweep's folder called 1, seed 0 -> 1 and 500 -> 1500 steps once passed."""
+    run = tmp_path / "1"
+    run.mkdir()
+
+    def config(seed: int, steps: int, where: Path) -> dict[str, object]:
+        return {"seed": seed, "trainer": {"max_steps": steps, "dirs": [f"{where}/checkpoints"]}, "logger": f"{where}"}
+
+    (run / "config.json").write_text(json.dumps(portable(config(0, 500, run), run)))
+    check_same_config(run, config(0, 500, run))
+    for changed, key in ((config(1, 500, run), "seed"), (config(0, 1500, run), r"trainer\.max_steps")):
+        with pytest.raises(UserError, match=key):
+            check_same_config(run, changed)
+    with pytest.raises(UserError, match="logger"):  # a path that only begins alike
+        check_same_config(run, config(0, 500, run) | {"logger": f"{run}0"})
+    moved = run.rename(tmp_path / "2")
+    check_same_config(moved, config(0, 500, moved))  # a folder may be moved
+
+
+def test_checkpoints_hold_what_training_changes() -> None:
+    """Trained parameters and persistent buffers (a moving average), not what is frozen or made anew."""
+
+    class Half(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
+            self.register_buffer("mean", torch.ones(3))
+            self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+    def module() -> LitModule:
+        return LitModule(method=Half(), optimizer=torch.optim.SGD, warmup=0.0, cycles=1, seed=0)  # type: ignore[arg-type]
+
+    saved = module().state_dict()
+    assert saved.keys() == {"method.trained.weight", "method.trained.bias", "method.mean"}
+    saved["method.mean"] = torch.full((3,), 7.0)
+    loaded = module()
+    loaded.load_state_dict(saved)
+    assert loaded.method.mean.tolist() == [7, 7, 7]  # type: ignore[attr-defined]
+    del saved["method.mean"]
+    with pytest.raises(UserError, match="another method"):
+        loaded.load_state_dict(saved)
+
+
+def test_a_step_without_the_targets_law_shows_accuracy() -> None:
+    """DFlash without TV: no acceptance and no tau in training, both in validation."""
+    ones, halves = torch.ones(2), torch.full((2,), 0.5)
+    step = ratios({"loss": (ones[0], ones[0]), "ce": (ones[0], ones[0]), "accuracy": (halves, ones)})
+    assert set(SHOWN) & step.keys() == {"loss", "accuracy_0"}
+    assert "expected_tau" not in step
+    assert float(ratios({"accept": (halves, ones)})["expected_tau"]) == 1.75
