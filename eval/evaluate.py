@@ -27,7 +27,7 @@ from eval.progress import Meter
 from eval.results import AR, AR_OF_BASE
 from eval.rows import Row, row
 from eval.samples import Sample, SampleLog, digest
-from eval.table import line
+from eval.reports.table import line
 
 Prompts = list[tuple[Item, list[int]]]
 Check = dict[str, Any]

@@ -16,7 +16,7 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.models.language_model import embedded_target, load_language_model
 from dspec.train import main
-from eval.ablation import ablation
+from eval.reports.schedules import ablation
 from eval.run import main as evaluate
 
 SMALL = [

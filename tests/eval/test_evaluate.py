@@ -23,7 +23,7 @@ from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
 from eval.evaluate import DecoderSpec, Evaluation
 from eval.samples import SampleLog, read_samples
-from eval.table import gate_note, table
+from eval.reports.table import gate_note, table
 
 POLICY = PromptPolicy(system=None, thinking=False)
 

@@ -19,9 +19,9 @@ from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
 from dspec.seeding import prompt_seed
-from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
+from eval.speed.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.measure import EvaluationResult, measure
-from eval.plots import plot_costs, plot_rounds, plot_tau_by_position
+from eval.reports.plots import plot_costs, plot_rounds, plot_tau_by_position
 from eval.results import AR
 from eval.samples import Sample, read_samples
 

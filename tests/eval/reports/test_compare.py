@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dspec.errors import UserError
-from eval.ablation import ablation
-from eval.compare import compare, interval, outcomes
+from eval.reports.schedules import ablation
+from eval.reports.comparison import compare, interval, outcomes
 from eval.results import read_results
 
 

@@ -42,9 +42,9 @@ from eval.benchmarks.base import Benchmark, Item
 from eval.evaluate import encode, rotated
 from eval.gate import timed
 from eval.load import load_model
-from eval.plots import plot_roofline
+from eval.reports.plots import plot_roofline
 from eval.progress import Meter
-from eval.roofline import Roofline, cost, measure
+from eval.search.roofline import Roofline, cost, measure
 
 log = logging.getLogger(__name__)
 NEAR = 2.0

@@ -18,7 +18,7 @@ from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
 from dspec.models.language_model import embedded_target
 from dspec.spans import Profile, span
-from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
+from eval.speed.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.rows import counts
 from eval.samples import Sample
 from eval.speed import main

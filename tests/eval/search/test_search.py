@@ -15,8 +15,8 @@ from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.errors import UserError
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.base import Item
-from eval.roofline import Roofline, cost, measure
-from eval.search import Search, main, name, point, show, verdict
+from eval.search.roofline import Roofline, cost, measure
+from eval.search.grid import Search, main, name, point, show, verdict
 
 ROOF = Roofline(bandwidth=2e9, flops=1e10)
 

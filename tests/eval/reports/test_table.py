@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from eval.report import Report, drawn_acceptance
-from eval.table import as_csv, gate_note, legend, markdown, table
+from eval.reports.report import Report, drawn_acceptance
+from eval.reports.table import as_csv, gate_note, legend, markdown, table
 
 
 def made(method: str, **change: Any) -> dict[str, Any]:
