@@ -1,6 +1,6 @@
 """Methods over runs and their paired differences: eval/reports/comparison.py.
 
-    python -m eval.compare runs/sweep/<time>/*/       (folders of finished runs)
+python -m eval.compare runs/sweep/<time>/*/       (folders of finished runs)
 """
 
 from eval.reports.comparison import main

@@ -21,7 +21,7 @@ from data.rows import Row, Rows, data_file, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import cut, request
-from eval.sandbox.function_process import Reply, FunctionProcess
+from eval.sandbox.function_process import FunctionProcess, Reply
 from eval.sandbox.judge import Judge
 
 _SANITIZER = Path(__file__).with_name("sanitize_process.py")

@@ -10,7 +10,7 @@ Runs of one method with one seed are told apart by the settings in which they di
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Any
 
 from dspec.config import one_line_errors
 from dspec.errors import UserError
-from eval.results import AR_OF_BASE, flat, read_results, read_verdicts
+from eval.intervals import student
+from eval.results import AR, AR_OF_BASE, UNTRUSTED, flat, load, load_verdicts, pool_rows
 
-# two-sided 95 % quantiles of Student's t for 1..9 degrees of freedom
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-_Z95 = statistics.NormalDist().inv_cdf(0.975)
 _UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label")  # top-level keys that make no other method
 METRICS = ("tau", "tpf", "speedup")
 
@@ -35,43 +33,28 @@ class Outcome:
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     right: dict[Prompt, bool] = field(default_factory=dict)
+    trusted: bool = True  # whether its AR loop kept up with transformers' generate: else its speedups flatter
 
 
 Outcomes = dict[tuple[str, float], dict[int, Outcome]]  # (method, temperature) -> seed -> outcome
 Run = tuple[Path, Mapping[str, Any]]  # folder, results
 
 
-def interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and 95 % t interval; raises UserError for fewer than 2."""
-    if len(differences) < 2:
-        raise UserError(f"{len(differences)} paired values: an interval needs 2")
-    mean = statistics.fmean(differences)
-    half = _student(len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-    return mean, mean - half, mean + half
-
-
-def _student(freedom: int) -> float:
-    """Beyond the table by Cornish and Fisher's expansion, right to three decimals there."""
-    if freedom <= len(_T95):
-        return _T95[freedom - 1]
-    z = _Z95
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
 def outcomes(runs: Sequence[Run]) -> Outcomes:
     """By method, temperature and seed. Raises UserError for a run that is there twice."""
     found: Outcomes = defaultdict(dict)
     for (folder, result), names in zip(runs, _names(runs), strict=True):
-        verdicts = read_verdicts(folder)
+        verdicts = load_verdicts(folder)
         rows = defaultdict(list)
         for row in result["rows"]:
             rows[names[row["method"]], row["decoder"]["temperature"]].append(row)
-        for key, own in rows.items():
+        trusted = bool(result["run"].get("ar_check", {}).get("trusted"))
+        for key, same in rows.items():
             seed = result["run"]["seed"]
-            outcome = _outcome(own, verdicts)
+            outcome = _outcome(same, verdicts, trusted=trusted)
             if seed not in found[key]:
                 found[key][seed] = outcome
-            elif not _shared(own[0], result):
+            elif not _shared(same[0], result):
                 raise UserError(
                     f"two runs of {key[0]!r} have seed {seed}: give each once, and compare runs of one target, with "
                     "the same benchmarks and limits"
@@ -82,7 +65,7 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
 def _shared(row: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     """Whether a row is plain AR of weights that the run did not train: the same beside several methods."""
     trains = any(other["decoder"]["name"] == AR_OF_BASE for other in result["rows"])
-    return row["tau"] is None and (row["decoder"]["name"] == AR_OF_BASE or not trains)
+    return row["decoder"]["name"] == AR_OF_BASE or (row["decoder"]["name"] == AR and not trains)
 
 
 def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -92,23 +75,15 @@ def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]
     return row["target"], row["benchmark"], row["n"], str(source.get("sha256")), *settings
 
 
-def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any]) -> Outcome:
-    forwards = [row["nfe"] - row["nfe_prefill"] for row in rows]
-    shares = [f / sum(forwards) if any(forwards) else 0.0 for f in forwards]
-    prompts = sum(row["n"] for row in rows)
-    metrics: dict[str, float | None] = {}
-    for name in ("tau", "tpf"):
-        known = all(row[name] is not None for row in rows)
-        metrics[name] = sum(s * row[name] for s, row in zip(shares, rows, strict=True)) if known else None
-    known = all(row["speedup"] is not None for row in rows)
-    metrics["speedup"] = sum(row["n"] * row["speedup"] for row in rows) / prompts if known else None
+def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any], *, trusted: bool) -> Outcome:
+    pooled = pool_rows(rows)
     right = {
         (row["benchmark"], name): judged[row["quality_name"]]
         for row in rows
         if row["quality_name"]
         for name, judged in verdicts[row["decoder"]["name"], row["benchmark"], row["decoder"]["temperature"]].items()
     }
-    return Outcome(metrics, right)
+    return Outcome({name: pooled[name] for name in METRICS}, right, trusted)
 
 
 def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
@@ -116,17 +91,14 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
     methods = dict.fromkeys(row["method"] for _, result in runs for row in result["rows"])
     names: list[dict[str, str]] = [{} for _ in runs]
     for method in methods:
-        own = [i for i, (_, result) in enumerate(runs) if any(row["method"] == method for row in result["rows"])]
-        seeds = [runs[i][1]["run"]["seed"] for i in own]
-        rows = [[row for row in runs[i][1]["rows"] if row["method"] == method] for i in own]
-        shared = all(_shared(row, runs[i][1]) for i, of_run in zip(own, rows, strict=True) for row in of_run)
-        kinds = {
-            (seed, *(_basis(row, runs[i][1]) for row in of_run))
-            for i, of_run, seed in zip(own, rows, seeds, strict=True)
-        }
+        having = [i for i, (_, result) in enumerate(runs) if any(row["method"] == method for row in result["rows"])]
+        seeds = [runs[i][1]["run"]["seed"] for i in having]
+        rows = {i: [row for row in runs[i][1]["rows"] if row["method"] == method] for i in having}
+        shared = all(_shared(row, runs[i][1]) for i in having for row in rows[i])
+        kinds = {(seed, *(_basis(row, runs[i][1]) for row in rows[i])) for i, seed in zip(having, seeds, strict=True)}
         same = shared and len(kinds) == len(set(seeds))
-        differing = {} if same or len(set(seeds)) == len(seeds) else _differing([runs[i][1] for i in own])
-        for at, i in enumerate(own):
+        differing = {} if same or len(set(seeds)) == len(seeds) else _differing([runs[i][1] for i in having])
+        for at, i in enumerate(having):
             names[i][method] = " ".join([method, *(f"{key}={values[at]}" for key, values in differing.items())])
     return names
 
@@ -148,15 +120,24 @@ def compare(folders: Sequence[Path]) -> str:
     """The comparison as text: methods by temperature, then the differences of each two."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("a folder is there twice: give each run once")
-    found = outcomes([(folder, read_results(folder)) for folder in folders])
+    found = outcomes([(folder, load(folder)) for folder in folders])
     lines = []
     for temperature in sorted({t for _, t in found}):
-        own = {method: by_seed for (method, t), by_seed in found.items() if t == temperature}
-        lines += [f"T={temperature:g}", *(_line(method, by_seed) for method, by_seed in own.items())]
-        for a, b in combinations(own, 2):
-            lines += _difference(a, own[a], b, own[b])
-    note = "differences: mean and 95 % interval, paired by seed (tau, tpf, x AR) or prompt (quality)"
-    return "\n".join([*lines, note])
+        at_t = {method: by_seed for (method, t), by_seed in found.items() if t == temperature}
+        lines += [f"T={temperature:g}", *(_line(method, by_seed) for method, by_seed in at_t.items())]
+        for a, b in combinations(at_t, 2):
+            lines += _difference(a, at_t[a], b, at_t[b])
+    lines.append("differences: mean and 95 % interval, paired by seed (tau, tpf, x AR) or prompt (quality)")
+    if any(_mark(by_seed.values()) for by_seed in found.values()):
+        lines.append(
+            f"{UNTRUSTED} AR fell behind transformers' generate, or was not timed against it: x AR may flatter"
+        )
+    return "\n".join(lines)
+
+
+def _mark(outcomes: Iterable[Outcome]) -> str:
+    """What stands behind their speedups."""
+    return "" if all(outcome.trusted for outcome in outcomes) else UNTRUSTED
 
 
 def _quality(outcome: Outcome) -> float | None:
@@ -172,7 +153,8 @@ def _line(method: str, by_seed: Mapping[int, Outcome]) -> str:
     ):
         values = [v for outcome in by_seed.values() if (v := value(outcome)) is not None]
         if values:
-            parts.append(f"{_SHOWN.get(name, name)} {statistics.fmean(values):{form}}")
+            mark = _mark(by_seed.values()) if name == "speedup" else ""
+            parts.append(f"{_SHOWN.get(name, name)} {statistics.fmean(values):{form}}{mark}")
     taus = [f"{s}: {o.metrics['tau']:.2f}" for s, o in sorted(by_seed.items()) if o.metrics["tau"] is not None]
     by = f"\n      tau by seed {', '.join(taus)}" if len(taus) > 1 else ""
     return f"  {method} (seed {', '.join(map(str, sorted(by_seed)))})\n      {', '.join(parts)}{by}"
@@ -195,7 +177,8 @@ def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int,
         pairs = [(left[s].metrics[name], right[s].metrics[name]) for s in seeds]
         gaps = [x - y for x, y in pairs if x is not None and y is not None]
         if len(gaps) == len(seeds):
-            lines.append(f"      {_SHOWN.get(name, name)} {_shown(gaps, '+.2f')}")
+            mark = _mark([side[s] for side in (left, right) for s in seeds]) if name == "speedup" else ""
+            lines.append(f"      {_SHOWN.get(name, name)} {_shown(gaps, '+.2f')}{mark}")
     return lines
 
 
@@ -204,7 +187,7 @@ def _shown(differences: Sequence[float], form: str) -> str:
         return format(differences[0], form)
     if len(set(differences)) == 1:  # no spread, no interval: zero width would claim certainty
         return f"{differences[0]:{form}} each time"
-    mean, low, high = interval(differences)
+    mean, low, high = student(differences)
     return f"{mean:{form}} ({low:{form}} to {high:{form}})"
 
 

@@ -82,19 +82,19 @@ def plot_roofline(
     flops: float,
     path: Path,
 ) -> None:
-    """Measured passes (FLOP a byte, FLOP a second), a colour a group, under what the device can do at most; `notes`
-    are written beside their points."""
+    """Measured passes (FLOP per byte, FLOP per second), a colour per group, under what the device can do at most;
+    `notes` are written beside their points."""
     points = [point for group in groups.values() for point in group]
     _check({str(i): list(point) for i, point in enumerate(points)}, length=2)
-    knee = flops / bandwidth
+    ridge = flops / bandwidth
     lowest, highest = (edge(x for x, _ in points) for edge in (min, max))
-    left, right = min(lowest, knee) / 2, max(highest, knee) * 2
+    left, right = min(lowest, ridge) / 2, max(highest, ridge) * 2
     with rc_context(_STYLE):
         figure = _figure(9.0, 5.0)
         axes = figure.add_subplot()
-        axes.plot([left, knee, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
-        axes.axvline(knee, color="#999999", ls=":", lw=1.0)
-        axes.annotate(f"knee: {knee:.1f} FLOP/byte", (knee, flops), xytext=(4, 6), textcoords="offset points")
+        axes.plot([left, ridge, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
+        axes.axvline(ridge, color="#999999", ls=":", lw=1.0)
+        axes.annotate(f"ridge point: {ridge:.1f} FLOP/byte", (ridge, flops), xytext=(4, 6), textcoords="offset points")
         for (label, group), (colour, _, marker) in zip(groups.items(), _looks(), strict=False):
             axes.plot(*zip(*group, strict=True), color=colour, marker=marker, ls="", ms=6, label=label)
         for (note, point), height in zip(notes.items(), (-42, -84), strict=False):

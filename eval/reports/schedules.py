@@ -1,4 +1,4 @@
-"""The noise schedules side by side, as the paper's table has them: accuracy and passes a token.
+"""The noise schedules side by side, as the paper's table has them: accuracy and forward passes per token.
 
     python -m dspec.train -m recipe=jacobi_forcing \
         method/schedule=random,progressive,reverse method.window=null
@@ -13,26 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from dspec.config import one_line_errors
 from dspec.errors import UserError
-from eval.results import read_results
+from eval.reports.table import aligned
+from eval.results import load, pool_rows
 
 DECODER = "jacobi_single"
+HEADERS = ("schedule", "window", "T", "acc.", "passes/token", "base acc.", "base passes/token")
 
 
-def ablation(folders: Sequence[Path], *, decoder: str) -> Table:
-    """A line a run and temperature: schedule, accuracy and passes a token of `decoder`, and the same of the base.
+def ablation(folders: Sequence[Path], *, decoder: str) -> list[list[str]]:
+    """The table's cells, under HEADERS: a line per run and temperature; `decoder` of the trained target and its base.
 
-    Raises UserError for a folder without results, whose run trained without a schedule, or that lack that decoder.
+    Raises UserError for a folder without results, whose run trained without a schedule, or that lacks that decoder.
     """
-    table = Table(title=f"noise schedules, decoder {decoder}", title_justify="left")
-    for column in ("schedule", "mask window", "T", "acc.", "passes/token", "base acc.", "base passes/token"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    lines = []
     for folder in folders:
-        results = read_results(folder)
+        results = load(folder)
         method = results["run"]["config"].get("method")
         if not isinstance(method, dict) or "schedule" not in method or "window" not in method:
             raise UserError(f"{folder} is no training run with a noise schedule: give runs of recipe=jacobi_forcing")
@@ -40,29 +37,24 @@ def ablation(folders: Sequence[Path], *, decoder: str) -> Table:
         window = "–" if method["window"] is None else str(method["window"])
         for temperature in sorted({row["decoder"]["temperature"] for row in results["rows"]}):
             rows = [row for row in results["rows"] if row["decoder"]["temperature"] == temperature]
-            own, base = (_pooled(rows, name, folder) for name in (decoder, f"base_{decoder}"))
-            table.add_row(schedule, window, f"{temperature:g}", *own, *base)
-    return table
+            trained, base = (_pooled(rows, name, folder) for name in (decoder, f"base_{decoder}"))
+            lines.append([schedule, window, f"{temperature:g}", *trained, *base])
+    return lines
 
 
 def _pooled(rows: Sequence[dict[str, Any]], decoder: str, folder: Path) -> tuple[str, str]:
-    """Accuracy and passes a token over all benchmarks; the prefill's token and pass are left out."""
-    own = [row for row in rows if row["decoder"]["name"] == decoder]
-    if not own:
+    """Accuracy in per cent, and passes per token over all benchmarks; the prefill's tokens and passes are left out."""
+    chosen = [row for row in rows if row["decoder"]["name"] == decoder]
+    if not chosen:
         raise UserError(f"{folder} has no decoder {decoder}: run the recipe with it")
-    judged = [row for row in own if row["quality"] is not None]
-    right, prompts = sum(row["quality"] * row["n"] for row in judged), sum(row["n"] for row in judged)
-    tokens = sum(row["tokens"] - row["n"] for row in own)
-    passes = sum(row["nfe"] - row["nfe_prefill"] for row in own)
-    return f"{100 * right / prompts:.1f}" if prompts else "–", f"{passes / tokens:.3f}" if tokens else "–"
+    pooled = pool_rows(chosen)
+    accuracy = "–" if pooled["quality"] is None else f"{100 * pooled['quality']:.1f}"
+    return accuracy, f"{1 / pooled['tpf']:.3f}" if pooled["tpf"] else "–"
 
 
 def main() -> None:
     with one_line_errors():
         if len(sys.argv) < 2:
             raise UserError("say which runs: python -m eval.ablation runs/sweep/<time>/*/")
-        Console().print(ablation([Path(a) for a in sys.argv[1:]], decoder=DECODER))
-
-
-if __name__ == "__main__":
-    main()
+        cells = ablation([Path(a) for a in sys.argv[1:]], decoder=DECODER)
+        print(f"noise schedules, decoder {DECODER}\n{aligned(HEADERS, cells)}")

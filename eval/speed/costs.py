@@ -21,6 +21,7 @@ from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 from dspec.spans import Profile
 from eval.samples import Sample
+from eval.speed.settings import check_curves
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
 PREFILL = "prefill"
@@ -173,8 +174,7 @@ def _with_ratio(lines: list[Line], parts: Sequence[str]) -> list[Line]:
 
 
 def _check_lengths(target: LanguageModel, tokens: Sequence[int], contexts: Sequence[int]) -> None:
-    if min([*tokens, *contexts], default=0) < 1 or sorted(set(tokens)) != list(tokens):
-        raise UserError("speed.tokens must rise from 1 or more, and speed.contexts hold lengths of 1 or more")
+    check_curves(tokens, contexts)
     if max(contexts) + max(tokens) > target.max_positions:
         raise UserError(
             f"speed.contexts up to {max(contexts)} and speed.tokens up to {max(tokens)} exceed the context of "

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from data.rows import math500_rows
-from eval.sandbox import function_process
 from eval.benchmarks.competition import Math500
+from eval.sandbox import function_process
 
 PAUSES = (1, 2, 20)  # before these verdicts
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -11,7 +11,7 @@ import pytest
 
 from dspec.errors import UserError
 from eval.sandbox import function_process
-from eval.sandbox.function_process import Reply, FunctionProcess
+from eval.sandbox.function_process import FunctionProcess, Reply
 
 SCRIPT = """
 import os, sys, time
