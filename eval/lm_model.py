@@ -114,7 +114,7 @@ class DspecLM(TemplateLM):
         return answers
 
     def _seeds(self, requests: Sequence[Any]) -> list[int]:
-        """One a request: lm-eval asks for k samples of a prompt by the same request k times."""
+        """One per request: lm-eval asks for k samples of a prompt by the same request k times."""
         asked: Counter[str] = Counter()
         seeds = []
         for prompt in (request.args[0] for request in requests):

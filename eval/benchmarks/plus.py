@@ -86,8 +86,8 @@ class _Plus(FileBenchmark):
 
     def source(self) -> dict[str, Any]:
         version = importlib.metadata.version("evalplus")
-        own = {"evalplus": version, "known_failures": _FAILURES[self.dataset], "sandbox": self._judge.level}
-        return {**super().source(), **own}
+        judged_by = {"evalplus": version, "known_failures": _FAILURES[self.dataset], "sandbox": self._judge.level}
+        return {**super().source(), **judged_by}
 
     def prompt(self, row: Row) -> str:
         text = str(row["prompt"]).strip() + "\n"

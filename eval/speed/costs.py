@@ -186,7 +186,7 @@ def achieved_over_ideal(tau: float, speedup: float, baseline: Line, profile: Lin
     """The speedup that models alone would allow, tau * T_ar / (T_draft + T_verify), and how much of it was reached.
 
     T_ar is plain AR's pass with its LM head; `baseline` and `profile` come from `round_profile` at the batch size of
-    `speedup`: times a row.
+    `speedup`: times per row.
     """
     ar = sum(baseline["spans"][name] for name in VERIFIES)
     verify = sum(profile["spans"][name] for name in VERIFIES)
@@ -211,8 +211,8 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
 
 
 def speeds(samples: Sequence[Sample], *, price_per_hour: float | None) -> Line:
-    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds a sample
-    (all seconds over all samples) and the mean seconds that a batch takes, and the price of a million tokens, in the
+    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds per
+    sample (all seconds over all samples) and the mean seconds that a batch takes, and the price of a million tokens, in the
     currency of `price_per_hour`."""
     batches: dict[int, list[Sample]] = {}
     for sample in samples:

@@ -179,10 +179,11 @@ def test_the_tables_fit_80_columns() -> None:
          "ideal": None if m == "AR" else {"ideal": 2.5, "achieved": 0.8}}
         for m in methods
     ]  # fmt: skip
+    bins = [{"start": 32 * i, "rounds": 1234, "tau": 12.34} for i in range(16)]
     speeds = [
         {"method": m, "benchmark": "problems_unseen", "temperature": 1.0, "quality": 1.0, "tau": 12.34,
-         "average": 12345.6, "max": 12345.6, "top10": 12345.6, "seconds_per_sample": 123.456, "speedup": 12.34, "price_per_million": 123.45,
-         "tau_by_position": [{"start": 32 * i, "rounds": 1234, "tau": 12.34} for i in range(16)]}
+         "speedup": 12.34, "average": 12345.6, "max": 12345.6, "top10": 12345.6, "seconds_per_sample": 123.456,
+         "price_per_million": 123.45, "tau_by_position": bins}
         for m in methods
     ]  # fmt: skip
     costs = [
