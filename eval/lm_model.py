@@ -44,9 +44,9 @@ class DspecLM(TemplateLM):
             raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
-        self.subject = load_model(cfg)
+        self.loaded = load_model(cfg)
         self._contender = next(iter(instantiate(cfg.decoder).values()))
-        self.target, self.tokenizer, self.seed = self.subject.target, self.subject.target.tokenizer, int(cfg.seed)
+        self.target, self.tokenizer, self.seed = self.loaded.target, self.loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
         self._decoder({})  # a decoder that this model cannot run is refused now
@@ -76,7 +76,7 @@ class DspecLM(TemplateLM):
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        policy = self.subject.policy
+        policy = self.loaded.policy
         if policy.system is not None and chat_history[0]["role"] != "system":
             chat_history = [{"role": "system", "content": policy.system}, *chat_history]
         return str(
@@ -93,7 +93,7 @@ class DspecLM(TemplateLM):
         sampled = wanted.get("do_sample", wanted.get("temperature", 0.0) > 0)
         temperature = float(wanted.get("temperature", 1.0)) if sampled else 0.0
         sampling = Sampling(temperature=temperature, top_p=float(wanted.get("top_p", 1.0)))
-        return self._contender.build(target=self.target, draft=self.subject.draft, sampling=sampling)
+        return self._contender.build(target=self.target, draft=self.loaded.draft, sampling=sampling)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers up to the first stop string, in the order of the requests."""

@@ -1,9 +1,9 @@
 """The samples of an evaluation, written as they are done: what a run resumes from and all its rows are made of.
 
 samples.jsonl is append-only JSON Lines: a first row with the settings, then one row per sample. The rows of one batch
-of prompts (every decoder's) are one write, so that a resumed run times decoders side by side, too. After kill -9 a batch
-that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's. One run at a
-time writes it, and goes on only from answers to the prompts that it would ask itself.
+of prompts (every decoder's) are one write, so that a resumed run times decoders side by side, too. After kill -9 a
+batch that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's. One run
+at a time writes it, and goes on only from answers to the prompts that it would ask itself.
 """
 
 import hashlib

@@ -212,8 +212,8 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
 
 def speeds(samples: Sequence[Sample], *, price_per_hour: float | None) -> Line:
     """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds per
-    sample (all seconds over all samples) and the mean seconds that a batch takes, and the price of a million tokens, in the
-    currency of `price_per_hour`."""
+    sample (all seconds over all samples), the mean seconds that a batch takes, and the price of a million tokens, in
+    the currency of `price_per_hour`."""
     batches: dict[int, list[Sample]] = {}
     for sample in samples:
         batches.setdefault(sample.batch, []).append(sample)

@@ -12,7 +12,7 @@ from dspec.errors import UserError
 from eval.intervals import student
 from eval.reports.comparison import compare, outcomes
 from eval.reports.schedules import ablation
-from eval.results import SCHEMA, load, pool
+from eval.results import SCHEMA, load, pool, pool_rows
 
 
 def made(
@@ -88,6 +88,25 @@ def test_decoders_whose_passes_are_not_rounds_are_pooled_by_their_own_counts(tmp
     (folder / "results.json").write_text(json.dumps(results))
     metrics = outcomes([(folder, load(folder))])["a", 0.0][0].metrics
     assert metrics == {"tau": 180 / 30, "tpf": 180 / 60, "speedup": 1.5}
+
+
+def test_a_benchmark_weighs_by_its_prompts(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 30)])
+    results = json.loads((folder / "results.json").read_text())
+    for row in results["rows"]:
+        row |= {"n": 6, "quality": 1.0} if row["benchmark"] == "b1" else {"quality": 0.0}
+    pooled = pool_rows([row | {"prefill_tokens": 0, "rounds": 1} for row in results["rows"][::2]])
+    assert (pooled["speedup"], pooled["quality"]) == ((2 * 1.0 + 6 * 2.0) / 8, 6 / 8)
+    nobody_judged = [row | {"prefill_tokens": 0, "rounds": 1, "quality": None} for row in results["rows"]]
+    assert pool_rows(nobody_judged)["quality"] is None
+
+
+def test_two_answers_of_a_decoder_to_a_prompt_are_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 10)])
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    (folder / "samples.jsonl").write_text("\n".join([*lines, lines[1]]) + "\n")
+    with pytest.raises(UserError, match="two answers to 0"):
+        compare([folder])
 
 
 def test_speedups_over_a_slow_ar_loop_are_marked(tmp_path: Path) -> None:
