@@ -54,12 +54,18 @@ def pool(parts: Iterable[Mapping[str, Any]]) -> Row:
 
 def pool_rows(rows: Sequence[Mapping[str, Any]]) -> Row:
     """`pool`, with `quality` (share of right among the judged prompts; None where none is) and `speedup` (mean of the
-    rows' medians), both weighted by prompts."""
+    rows' medians; None where a row has none, as early versions left it out where AR was slow), both weighted by
+    prompts."""
     judged = [row for row in rows if row["quality"] is not None]
+    timed = [row for row in rows if row["speedup"] is not None]
     return pool(rows) | {
-        "quality": _ratio(sum(row["quality"] * row["n"] for row in judged), sum(row["n"] for row in judged)),
-        "speedup": _ratio(sum(row["speedup"] * row["n"] for row in rows), sum(row["n"] for row in rows)),
+        "quality": _mean_over_prompts("quality", judged),
+        "speedup": _mean_over_prompts("speedup", timed) if len(timed) == len(rows) else None,
     }
+
+
+def _mean_over_prompts(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
+    return _ratio(sum(row[name] * row["n"] for row in rows), sum(row["n"] for row in rows))
 
 
 def _ratio(above: float, below: float) -> float | None:

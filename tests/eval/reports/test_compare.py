@@ -99,6 +99,9 @@ def test_a_benchmark_weighs_by_its_prompts(tmp_path: Path) -> None:
     assert (pooled["speedup"], pooled["quality"]) == ((2 * 1.0 + 6 * 2.0) / 8, 6 / 8)
     nobody_judged = [row | {"prefill_tokens": 0, "rounds": 1, "quality": None} for row in results["rows"]]
     assert pool_rows(nobody_judged)["quality"] is None
+    hidden = [row | {"speedup": None} if row["benchmark"] == "b1" else row for row in results["rows"]]
+    (folder / "results.json").write_text(json.dumps(results | {"rows": hidden}))
+    assert "x AR" not in compare([folder]).splitlines()[2]
 
 
 def test_two_answers_of_a_decoder_to_a_prompt_are_refused(tmp_path: Path) -> None:
