@@ -28,10 +28,10 @@ from rich.table import Table
 from dspec.atomic import write_json
 from dspec.config import entry_point, instantiate
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.base import Decoder, Generation, Request, decode
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
-from dspec.decoding.sampling import Sampling
+from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
@@ -48,7 +48,6 @@ from eval.roofline import Roofline, cost, measure
 
 log = logging.getLogger(__name__)
 NEAR = 2.0
-GREEDY = Sampling(temperature=0.0, top_p=1.0)
 Prompt = tuple[Benchmark, Item, list[int]]
 Point = dict[str, Any]
 
@@ -82,8 +81,8 @@ class Search:
     def __call__(self, target: LanguageModel, prompts: Sequence[Prompt], *, seed: int) -> tuple[list[Point], Roofline]:
         """A point a plan, plain AR's first, and the roofline."""
         roofline = measure(target.device, target.dtype, stream_mb=self.stream_mb, matrix=self.matrix)
-        decoders: list[Decoder] = [Autoregressive(target=target, sampling=GREEDY)]
-        decoders += [Jacobi(target=target, sampling=GREEDY, plan=plan) for plan in self.plans]
+        decoders: list[Decoder] = [Autoregressive(target=target)]
+        decoders += [Jacobi(target=target, config=plan) for plan in self.plans]
         results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
         right: list[list[bool]] = [[] for _ in decoders]
         with Meter("search") as meter:
@@ -114,15 +113,15 @@ class Search:
         """The answer, its seconds and the headline verdict, if the benchmark has one."""
         benchmark, item, ids = prompt
         strings = StopStrings(target.tokenizer, benchmark.stop)
-        decode = partial(
-            decoder.decode,
-            [ids],
+        asked = Request(
+            ids=ids,
+            sampling=GREEDY,
             max_new_tokens=benchmark.max_new_tokens,
             stop_ids=target.stop_ids,
-            seeds=[prompt_seed(seed, item.id)],
-            ends=strings if benchmark.stop else None,
+            seed=prompt_seed(seed, item.id),
+            should_stop=strings if benchmark.stop else None,
         )
-        (generation,), seconds = timed(target, decode)
+        (generation,), seconds = timed(target, partial(decode, decoder, [asked]))
         text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
         return generation, seconds, benchmark.score(item, text).get(benchmark.quality)
 
@@ -144,7 +143,7 @@ def point(
     seconds = sum(s for _, s in own)
     rows = sum(g.branch_forwards for g in generations) / forwards
     positions = sum(g.positions_computed for g in generations) / forwards
-    flops, read = cost(target, rows=rows, positions=positions, context=context)
+    flops, read = cost(target, positions=positions, context=context)
     return {
         "plan": asdict(plan) if plan is not None else None,
         "quality": sum(right) / len(right) if right else None,

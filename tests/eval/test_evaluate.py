@@ -356,4 +356,4 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     with pytest.raises(UserError, match="must contain base_autoregressive"):
         evaluation(0.0)(target=trained, contenders=contenders, **settings)
     with pytest.raises(UserError, match="needs target="):
-        factory.on_base(target=trained, draft=None, sampling=CONTENDERS, base=None, build=lookup)  # type: ignore[arg-type]
+        factory.on_base(target=trained, draft=None, base=None, build=lookup)  # type: ignore[arg-type]

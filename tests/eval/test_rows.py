@@ -5,15 +5,20 @@ import random
 import statistics
 from collections.abc import Sequence
 
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, Pass
 from eval.rows import acceptance, bootstrap, counts, paired_speedups, row, wilson
 from eval.samples import Sample
 
 
-def generation(tokens: int, rounds: Sequence[Round]) -> Generation:
-    return Generation(
-        list(range(tokens)), prefill_tokens=1, prefill_forwards=1, forwards=len(rounds), rounds=list(rounds)
-    )
+def Round(drafted: int, accepted: int, valid: int) -> Pass:  # noqa: N802  the tests' shorthand
+    return Pass("verify", drafted=drafted, accepted=accepted, valid=valid)
+
+
+PREFILL = Pass("prefill", 1)
+
+
+def generation(tokens: int, rounds: Sequence[Pass]) -> Generation:
+    return Generation(list(range(tokens)), passes=[PREFILL, *rounds])
 
 
 def test_counts_follow_the_definitions() -> None:
@@ -27,7 +32,7 @@ def test_counts_follow_the_definitions() -> None:
 
 
 def test_plain_ar_is_exactly_one() -> None:
-    plain = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2)
+    plain = Generation([1, 2, 3], passes=[PREFILL, *[Pass("decode", 1)] * 2])
     assert counts([plain]) | {"tau": None} == counts([plain])
     assert counts([plain])["tpf"] == 1
     assert acceptance([plain]) is None
@@ -67,7 +72,7 @@ def test_two_speedups_where_a_method_trains_the_targets_own_weights() -> None:
 
 
 def test_branches_are_counted_beside_passes() -> None:
-    branched = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2, branches=5)
+    branched = Generation([1, 2, 3], passes=[PREFILL, Pass("verify", 1, branches=4), Pass("verify", 1, branches=3)])
     got = counts([branched])
     assert (got["nfe"], got["branch_forwards"], got["tpf"]) == (3, 7, 1)
 

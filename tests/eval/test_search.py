@@ -63,9 +63,9 @@ def test_cost_of_a_pass(toys: SimpleNamespace) -> None:
         target.logits(target(torch.ones(2, 5, dtype=torch.long)).hidden_BLD)
         for handle in handles:
             handle.remove()
-        flops, read = cost(target, rows=2, positions=10, context=7)
+        flops, read = cost(target, positions=10, context=7)
         assert flops == counted
-        keys = 2 * 3 * 1 * 8 * 7 * 2  # keys and values, layers, heads, width, context, rows
+        keys = 2 * 3 * 1 * 8 * 7  # keys and values, layers, heads, width, context
         assert read == (counted / 20 + keys) * 8  # each weight once
 
 
@@ -73,8 +73,8 @@ def test_points(toys: SimpleNamespace) -> None:
     target = toys.target(seed=2, vocab=9)
     options = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
     plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
-    (serial,) = Autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
-    (own,) = Jacobi(target=target, sampling=toys.GREEDY, plan=plan).decode([[1, 2]], **options)
+    (serial,) = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
+    (own,) = toys.jacobi(target=target, sampling=toys.GREEDY, config=plan).decode([[1, 2]], **options)
     points = [
         point(target, p, [(g, s)], [(serial, 2.0)], [True, False], context=8, roofline=ROOF)
         for p, g, s in ((None, serial, 2.0), (plan, own, 1.0))

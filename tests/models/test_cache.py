@@ -25,14 +25,14 @@ def test_reads_back_what_was_last_written(seed: int) -> None:
         if step % 3 == 2:
             ends = [min(ends)] * len(ends)  # the fast path: all rows at the same place
         starts = [rng.randint(max(0, end - 4), end) for end in ends] if step % 3 != 2 else ends
-        cache.at(starts, length)
-        assert cache.end == max(starts) + length
+        window = cache.window(starts, length)
+        assert window.end == max(starts) + length
         for layer in range(2):
             k, v = _states(len(starts), length)
-            keys, values = cache.update(k, v, layer)
+            keys, values = window.update(k, v, layer)
             for b, start in enumerate(starts):
                 rows[layer][b].update({start + i: (k[b, :, i], v[b, :, i]) for i in range(length)})
-            assert keys.shape == values.shape == (len(starts), H, cache.end, W)
+            assert keys.shape == values.shape == (len(starts), H, window.end, W)
             for b, row in enumerate(rows[layer]):
                 for position in range(starts[b] + length):
                     assert torch.equal(keys[b, :, position], row[position][0])
@@ -40,7 +40,7 @@ def test_reads_back_what_was_last_written(seed: int) -> None:
         ends = [start + length for start in starts]
         if step == 7:
             keep = [2, 0]
-            cache.select(torch.tensor(keep))
+            cache.select(keep)
             ends, rows = [ends[i] for i in keep], [[layer[i] for i in keep] for layer in rows]
 
 
@@ -48,8 +48,7 @@ def test_growth() -> None:
     cache = PositionCache(1)
     sizes = []
     for start in range(0, 4 * _CHUNK, 64):
-        cache.at([start], 64)
-        cache.update(*_states(1, 64), 0)
+        cache.window([start], 64).update(*_states(1, 64), 0)
         sizes.append(cache.layers[0].keys.shape[2])
     assert all(size % _CHUNK == 0 for size in sizes)
     assert all(size >= start + 64 for start, size in zip(range(0, 4 * _CHUNK, 64), sizes, strict=True))
@@ -59,5 +58,5 @@ def test_growth() -> None:
 
 def test_select_before_the_first_write() -> None:
     cache = PositionCache(1)
-    cache.select(torch.tensor([0]))
-    assert cache.end == 0
+    cache.select([0])
+    assert cache.layers[0].keys is None
