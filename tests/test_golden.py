@@ -54,7 +54,7 @@ def test_dspark_training_step(folder: Path) -> None:
         chunk_mb=1e-3,
     )
     batch = Batch(golden["input_ids"], golden["loss_mask"].bool())
-    own = target(batch.ids_BL)
+    own = target(batch.ids_BL, taps=draft.config.target_layer_ids)
     _close(own.features_BLF, golden["target_features"])
     _close(own.hidden_BLD, golden["target_last_hidden"])
     output = ModelOutput(golden["target_last_hidden"], golden["target_features"])

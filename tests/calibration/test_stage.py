@@ -16,6 +16,7 @@ from dspec.calibration.sts import fit_sts, temperature_grid
 from dspec.decoding.base import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
 
 SLOTS, PROMPTS, STOP = 3, 60, 7
@@ -179,19 +180,22 @@ def test_slots_behind_the_valid_ones_change_nothing(calibrated: Callable[..., Si
 # ---- what it decodes
 
 
+def seeds_of(call: SimpleNamespace) -> list[int]:
+    return [request.seed for request in call.requests]
+
+
 def test_decodes_every_prompt_once_as_configured(calibrated: Callable[..., SimpleNamespace]) -> None:
     run = calibrated(simulated(1.0, rounds=5), prompts=37)
     assert [text[0] for call in run.calls for text in call.texts] == list(range(37))
     assert max(len(call.texts) for call in run.calls) <= SETTINGS["batch_size"]
-    seeds = [seed for call in run.calls for seed in call.seeds]
+    seeds = [seed for call in run.calls for seed in seeds_of(call)]
     assert len(set(seeds)) == 37
     other = calibrated(simulated(1.0, rounds=5), prompts=37, seed=6)
-    assert not {seed for call in other.calls for seed in call.seeds} & set(seeds)
+    assert not {seed for call in other.calls for seed in seeds_of(call)} & set(seeds)
     for call in run.calls:
-        assert (call.max_new_tokens, list(call.stop_ids)) == (64, [STOP])
-        assert call.decoder.sampling == WARM
+        assert {(r.max_new_tokens, tuple(r.stop_ids), r.sampling) for r in call.requests} == {(64, (STOP,), WARM)}
         assert call.decoder.record_confidence
-        assert call.decoder.confidence_threshold == 0  # a cut draft would hang validity on confidence
+        assert isinstance(call.decoder.policy, VerifyAll)  # a cut draft would hang validity on confidence
         assert call.decoder.proposer.draft is run.draft
     assert (run.draft.calibration.temperature, run.draft.calibration.top_p) == (WARM.temperature, WARM.top_p)
     assert run.report["sampling"] == WARM.to_dict()

@@ -120,10 +120,11 @@ def test_an_outcome_is_kept_for_the_same_weights_prompts_and_settings_alone(
         def __init__(self, **options: Any) -> None:
             asked.append(options)
 
-        def decode(self, batch: Any, **options: Any) -> list[Generation]:
-            return generations(batch, true=TRUE)
+    def decode(decoder: Decoder, asked: Sequence[Request]) -> list[Generation]:
+        return generations([r.ids for r in asked], true=TRUE)
 
     monkeypatch.setattr(calibrate, "Speculative", Decoder)
+    monkeypatch.setattr(calibrate, "decode", decode)
     how: dict[str, Any] = {"target": target, "draft": draft, "prompts": PROMPTS, "stop_ids": (1,)}
     artefact = tmp_path / "calibration.json"
     first = stage()(**how, artefact=artefact)

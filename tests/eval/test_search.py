@@ -96,11 +96,11 @@ def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: p
     target, order = embedded_target(dtype="float32", device="cpu"), []
     for cls in (Autoregressive, Jacobi):
 
-        def decode(self: Any, *args: Any, whole: Any = cls.decode, **how: Any) -> Any:
-            order.append((type(self).__name__, how["ends"] is not None))
-            return whole(self, *args, **how)
+        def start(self: Any, requests: Any, whole: Any = cls.start) -> Any:
+            order.append((type(self).__name__, requests[0].should_stop is not None))
+            return whole(self, requests)
 
-        monkeypatch.setattr(cls, "decode", decode)
+        monkeypatch.setattr(cls, "start", start)
 
     class Stops:
         quality, chat, stop, max_new_tokens = "short", False, ("e",), 16

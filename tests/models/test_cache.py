@@ -56,6 +56,33 @@ def test_growth() -> None:
     assert cache.layers[0].values.shape == cache.layers[0].keys.shape
 
 
+def test_rows_of_another_cache_join_behind() -> None:
+    one, other = PositionCache(2), PositionCache(2)
+    states = {}
+    for cache, rows, length in ((one, 2, 3), (other, 1, _CHUNK + 40)):
+        for layer in range(2):
+            states[cache, layer] = _states(rows, length)
+            cache.window([0] * rows, length).update(*states[cache, layer], layer)
+    one.join(other)
+    for layer, held in enumerate(one.layers):
+        for kind, buffer in enumerate((held.keys, held.values)):
+            assert torch.equal(buffer[:2, :, :3], states[one, layer][kind])
+            assert torch.equal(buffer[2:, :, : _CHUNK + 40], states[other, layer][kind])
+    with pytest.raises(ValueError, match="once a pass has written both"):
+        one.join(PositionCache(2))
+
+
+def test_places_are_moved_as_they_were() -> None:
+    """Overlapping moves read before they write, and touch no other place."""
+    cache, (keys, values) = PositionCache(1), _states(3, 8)
+    cache.window([0] * 3, 8).update(keys.clone(), values.clone(), 0)
+    cache.move([0, 0, 2], [3, 4, 7], [2, 3, 0])
+    for before, after in ((keys, cache.layers[0].keys), (values, cache.layers[0].values)):
+        expected = before.clone()
+        expected[0, :, 2], expected[0, :, 3], expected[2, :, 0] = before[0, :, 3], before[0, :, 4], before[2, :, 7]
+        assert torch.equal(after[:, :, :8], expected)
+
+
 def test_select_before_the_first_write() -> None:
     cache = PositionCache(1)
     cache.select([0])

@@ -104,6 +104,47 @@ def test_cached_equals_uncached(toys: SimpleNamespace, family: str, seed: int) -
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_several_tokens_at_one_position_and_positions_out_of_order(toys: SimpleNamespace, family: str) -> None:
+    """Continuations side by side in one row behind a cached text give what each gives alone; so do positions that are
+    computed out of order, where the mask says who comes before whom."""
+    target, texts = toys.target(family, seed=1), [[1, 2, 3, 4], [5, 6]]
+    drafts = [[[7, 8, 1], [2, 2, 2]], [[3, 4, 5], [9, 1, 0]]]
+    cache = target.new_cache()
+    target(torch.tensor([texts[0], [*texts[1], 0, 0]]), cache=cache)
+    starts, branch = [len(text) for text in texts], torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)
+    positions = torch.tensor([[s + i for i in (0, 1, 2, 0, 1, 2)] for s in starts])
+    ids = torch.tensor([[*one, *two] for one, two in drafts])
+    mask = masks.branches(torch.tensor(starts), branch)
+    out = target(ids, positions_BL=positions, mask=mask, cache=cache, start_B=starts, taps=(1,))
+    for b, text in enumerate(texts):
+        for n, draft in enumerate(drafts[b]):
+            alone = target(torch.tensor([[*text, *draft]]), taps=(1,))
+            at = slice(3 * n, 3 * n + 3)
+            torch.testing.assert_close(out.hidden_BLD[b, at], alone.hidden_BLD[0, -3:], **EXACT)
+            torch.testing.assert_close(out.features_BLF[b, at], alone.features_BLF[0, -3:], **EXACT)
+    order = torch.tensor([3, 0, 2, 1])  # position p of the text is computed at place order.argsort()[p]
+    text = torch.tensor(texts[:1])
+    shuffled = target(text[:, order], positions_BL=order[None], mask=lambda b, h, q, kv: order[kv] <= order[q])
+    torch.testing.assert_close(shuffled.hidden_BLD[0, order.argsort()], target(text).hidden_BLD[0], **EXACT)
+
+
+@torch.no_grad()
+def test_nothing_stays_behind_between_calls(toys: SimpleNamespace) -> None:
+    """Two texts whose passes alternate, with other taps each: as if each had the model alone."""
+    target, texts = toys.target(seed=2), ([1, 2, 3, 4, 5, 6], [9, 8, 7, 1, 2, 3])
+    taps, caches = ((0,), (2, 1)), [target.new_cache(), target.new_cache()]
+    before = {name: value for name, value in vars(target).items() if not name.startswith("_")}
+    whole = [target(torch.tensor([text]), taps=t) for text, t in zip(texts, taps, strict=True)]
+    for at in range(0, 6, 2):
+        for text, cache, t, expected in zip(texts, caches, taps, whole, strict=True):
+            out = target(torch.tensor([text[at : at + 2]]), start_B=[at], cache=cache, taps=t)
+            torch.testing.assert_close(out.features_BLF[0], expected.features_BLF[0, at : at + 2], **EXACT)
+            torch.testing.assert_close(out.hidden_BLD[0], expected.hidden_BLD[0, at : at + 2], **EXACT)
+    assert {name: value for name, value in vars(target).items() if not name.startswith("_")} == before
+
+
+@torch.no_grad()
 def test_padding_and_packing_change_nothing(toys: SimpleNamespace) -> None:
     target = toys.target()
     a, b = [1, 2, 3, 4, 5], [6, 7, 8]
