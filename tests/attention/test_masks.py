@@ -54,13 +54,8 @@ def test_build_takes_the_cheapest_form() -> None:
     assert masks.build_causal([0, 0], queries=3, **causal) == masks.CAUSAL
     assert masks.build_causal([5], queries=1, **causal) is None
     for starts, queries in (([5], 2), ([5, 5], 1), ([0, 5], 3)):
-        table = masks.dense(
-            masks.causal(torch.tensor(starts)),
-            batch=len(starts),
-            queries=queries,
-            keys=max(starts) + queries,
-            device=CPU,
-        )
+        shape = {"batch": len(starts), "queries": queries, "keys": max(starts) + queries, "device": CPU}
+        table = masks.dense(masks.causal(torch.tensor(starts)), **shape)
         added = masks.build_causal(starts, queries=queries, **causal)
         assert added.dtype == torch.float64
         assert torch.equal(added == 0, table)

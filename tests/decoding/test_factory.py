@@ -33,9 +33,10 @@ def test_the_drafters_temperatures_reach_the_decoder(toys: SimpleNamespace) -> N
         plain = factory.speculative(target=target, draft=draft, **PLAIN)  # nothing is cut: not needed
         assert "sts" not in plain.settings(WARM)
     other = Sampling(temperature=0.5, top_p=0.9)  # not what they were fitted at
+    raw = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
     with pytest.warns(UserWarning, match=r"temperature=1\.0"):
-        raw = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
-        assert raw.settings(other)["sts"] is False
+        settings = raw.settings(other)
+    assert settings["sts"] is False
 
 
 def test_the_drafters_temperatures_change_what_is_sent(toys: SimpleNamespace) -> None:
