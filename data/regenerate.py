@@ -24,7 +24,8 @@ from omegaconf import DictConfig
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.config import entry_point, instantiate
-from dspec.decoding.base import Decoder
+from dspec.decoding.base import Decoder, decode, requests
+from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.seeding import prompt_seed
 
@@ -86,6 +87,7 @@ def regenerate(
     settings: Mapping[str, Any],
     prompts: Sequence[tuple[str, list[int]]],
     decoder: Decoder,
+    sampling: Sampling,
     stop_ids: Sequence[int],
     max_new_tokens: int,
     batch_size: int,
@@ -104,7 +106,7 @@ def regenerate(
                 _drop_torn_batch(path)
                 done = read_responses(path, settings)
                 missing = batches_of([p for p in prompts if key(*p) not in done], batch_size)
-                _generate(path, settings, missing, done, decoder, stop_ids, max_new_tokens, seed, describe)
+                _generate(path, settings, missing, done, decoder, sampling, stop_ids, max_new_tokens, seed, describe)
         except OSError as error:
             raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
     return [done[key(*prompt)] for prompt in prompts]
@@ -151,6 +153,7 @@ def _generate(
     batches: Sequence[Sequence[tuple[str, list[int]]]],
     done: dict[Key, Response],
     decoder: Decoder,
+    sampling: Sampling,
     stop_ids: Sequence[int],
     max_new_tokens: int,
     seed: int,
@@ -165,12 +168,14 @@ def _generate(
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
         for batch in batches:
-            generations = decoder.decode(
+            asked = requests(
                 [ids for _, ids in batch],
+                seeds=[prompt_seed(seed, name) for name, _ in batch],
+                sampling=sampling,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
-                seeds=[prompt_seed(seed, name) for name, _ in batch],
             )
+            generations = decode(decoder, asked)
             for i, ((name, ids), generation) in enumerate(zip(batch, generations, strict=True), 1):
                 response = Response(name, ids, generation.tokens, generation.stopped)
                 row = vars(response) | {"left": len(batch) - i, "text": describe(generation.tokens)}

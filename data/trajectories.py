@@ -29,8 +29,9 @@ from data.module import Conversations, held_out, shuffled
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
-from dspec.decoding.jacobi import Jacobi
-from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
+from dspec.decoding.base import State, decode, requests
+from dspec.decoding.jacobi import BLOCKS, Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Sample, pack, packed_batch
@@ -41,25 +42,28 @@ Prompts = Sequence[tuple[str, list[int]]]
 
 
 def trace(
-    decoder: Jacobi, prompts: Prompts, *, max_new_tokens: int, stop_ids: Sequence[int], seed: int
+    decoder: Jacobi, prompts: Prompts, *, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int], seed: int
 ) -> list[Sample]:
     """Decodes a batch and keeps every state of each block, cut at the response's end."""
-    states: list[dict[int, list[list[int]]]] = [{} for _ in prompts]
-
-    def observe(row: int, flight: JacobiState) -> None:
-        active = flight.opened - 1  # one block is in flight
-        states[row].setdefault(active, []).append(flight.block(active))
-
-    generations = decoder.decode(
+    asked = requests(
         [ids for _, ids in prompts],
+        seeds=[prompt_seed(seed, name) for name, _ in prompts],
+        sampling=sampling,
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
-        seeds=[prompt_seed(seed, name) for name, _ in prompts],
-        observe=observe,
     )
-    n = decoder.plan.block_size
+    states: dict[int, dict[int, list[list[int]]]] = {id(request): {} for request in asked}
+
+    def observe(state: State) -> None:
+        for row, blocks in zip(state.rows, state.parts[BLOCKS], strict=True):
+            if not row.done:
+                active = blocks.opened - 1  # one block is in flight
+                states[id(row.request)].setdefault(active, []).append(blocks.block(active))
+
+    generations = decode(decoder, asked, observe=observe)
+    n = decoder.config.block_size
     samples = []
-    for (_, ids), own, generation in zip(prompts, states, generations, strict=True):
+    for (_, ids), own, generation in zip(prompts, states.values(), generations, strict=True):
         blocks = []
         for begin in range(0, len(generation.tokens), n):
             clean = generation.tokens[begin : begin + n]
@@ -112,6 +116,7 @@ def collect(
     prompts: Prompts,
     decoder: Jacobi,
     *,
+    sampling: Sampling,
     stop_ids: Sequence[int],
     max_new_tokens: int,
     batch_size: int,
@@ -122,7 +127,7 @@ def collect(
     Raises UserError when the folder was written with other settings or the disk is full: what was written stays, and
     the next run goes on from there.
     """
-    n = decoder.plan.block_size
+    n = decoder.config.block_size
     done: dict[Key, Sample] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second run of the same settings waits, then finds all there
@@ -132,7 +137,9 @@ def collect(
         missing = [prompt for prompt in prompts if key(*prompt) not in done]
         for batch in _with_progress(batches_of(missing, batch_size)):
             path = folder / f"{settings_key({'prompts': batch})}.safetensors"
-            traced = trace(decoder, batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed)
+            traced = trace(
+                decoder, batch, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed
+            )
             write_shard(path, [name for name, _ in batch], traced)
             done |= read_shard(path, block_size=n)
     return [done[key(*prompt)] for prompt in prompts]
@@ -212,7 +219,8 @@ class Trajectories(Conversations):
             self.folder,
             self.settings(),
             self.encoded("train"),
-            Jacobi(target=self.target, sampling=Sampling(**wanted), plan=plan),
+            Jacobi(target=self.target, config=plan),
+            sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,
             batch_size=batch_size,

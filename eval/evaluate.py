@@ -14,7 +14,7 @@ import torch
 
 from data.chat import PromptPolicy, prompt_ids
 from dspec.atomic import write_json
-from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.base import Decoder, Generation, decode, requests
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
@@ -38,7 +38,7 @@ Grown = Callable[[list[Row], Check], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A line of the table: a method's label and `build(target=, draft=, sampling=)` for its decoder.
+    """A line of the table: a method's label and `build(target=, draft=)` for its decoder.
 
     `serial` is the contender that decodes the same weights one token a pass: mismatches and speedup refer to it.
     """
@@ -170,10 +170,7 @@ class Evaluation:
             weights = {"target": fingerprint(target.model), "draft": fingerprint(draft) if draft is not None else None}
             encoded = self.encode_prompts(target=target, contenders=contenders, benchmarks=benchmarks, policy=policy)
             written = {**settings, "weights": weights, "data": {n: _data(b) for n, b in benchmarks.items()}}
-            fields: list[dict[str, Decoder]] = [
-                {key: c.build(target=target, draft=draft, sampling=sampling) for key, c in contenders.items()}
-                for sampling in self.samplings
-            ]
+            decoders = {key: c.build(target=target, draft=draft) for key, c in contenders.items()}
             with SampleLog(samples, written) as log:
                 for name, prompts in encoded.items():
                     log.check_prompts(name, [(item.id, ids) for item, ids in prompts])
@@ -188,9 +185,11 @@ class Evaluation:
                 total = sum(map(len, encoded.values())) * len(self.samplings) * len(contenders)
                 meter.expect(total, done=len(log.samples))
                 for name, benchmark in benchmarks.items():
-                    for decoders in fields:
-                        fresh = self._run(target, name, benchmark, decoders, encoded[name], stop_ids, log, meter)
-                        done = self._rows(target, name, benchmark, contenders, decoders, log)
+                    for sampling in self.samplings:
+                        fresh = self._run(
+                            target, name, benchmark, decoders, sampling, encoded[name], stop_ids, log, meter
+                        )
+                        done = self._rows(target, name, benchmark, contenders, decoders, sampling, log)
                         rows += done
                         if fresh:
                             for one in done:
@@ -226,22 +225,25 @@ class Evaluation:
         name: str,
         benchmark: Benchmark,
         decoders: Mapping[str, Decoder],
+        sampling: Sampling,
         prompts: Prompts,
         stop_ids: Sequence[int],
         log: SampleLog,
         meter: Meter,
     ) -> bool:
         """Decodes what `log` lacks; whether there was anything."""
-        strings, temperature = StopStrings(target.tokenizer, benchmark.stop), decoders[AR].sampling.temperature
+        strings, temperature = StopStrings(target.tokenizer, benchmark.stop), sampling.temperature
 
-        def decode(decoder: Decoder, batch: Prompts) -> list[Generation]:
-            return decoder.decode(
+        def answer(decoder: Decoder, batch: Prompts) -> list[Generation]:
+            asked = requests(
                 [ids for _, ids in batch],
+                seeds=[prompt_seed(self.seed, item.id) for item, _ in batch],
+                sampling=sampling,
                 max_new_tokens=benchmark.max_new_tokens,
                 stop_ids=stop_ids,
-                seeds=[prompt_seed(self.seed, item.id) for item, _ in batch],
-                ends=strings if benchmark.stop else None,
+                should_stop=strings if benchmark.stop else None,
             )
+            return decode(decoder, asked)
 
         before = log.select(name, temperature)
         answered, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
@@ -251,14 +253,14 @@ class Evaluation:
             meter.phase(f"{name} T={temperature:g}, warm-up")
         for batch in batches[: self.warmup]:
             for decoder in decoders.values():
-                decode(decoder, batch)
+                answer(decoder, batch)
                 meter.advance(0)
         if batches:
             meter.phase(f"{name} T={temperature:g}")
         for number, batch in enumerate(batches, first):
             samples: dict[str, list[Sample]] = {}
             for key in rotated(list(decoders), number):
-                generations, seconds = timed(target, lambda d=decoders[key], b=batch: decode(d, b))  # type: ignore[misc]
+                generations, seconds = timed(target, lambda d=decoders[key], b=batch: answer(d, b))  # type: ignore[misc]
                 samples[key] = []
                 for (item, ids), generation in zip(batch, generations, strict=True):
                     text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
@@ -287,16 +289,16 @@ class Evaluation:
         benchmark: Benchmark,
         contenders: Mapping[str, DecoderSpec],
         decoders: Mapping[str, Decoder],
+        sampling: Sampling,
         log: SampleLog,
     ) -> list[Row]:
-        sampling = decoders[AR].sampling
         samples = log.select(name, sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
         return [
             {
                 "method": contenders[key].method,
                 "target": target.name,
-                "decoder": {"name": key, **decoders[key].settings()},
+                "decoder": {"name": key, **decoders[key].settings(sampling)},
                 "serial": contenders[key].serial,
                 "lossless": decoders[key].lossless,
                 "benchmark": name,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.sampling import Sampling
+from dspec.decoding.base import decode, requests
+from dspec.decoding.sampling import GREEDY
 from dspec.models.language_model import LanguageModel
 from eval.intervals import median_interval
 
@@ -71,12 +72,10 @@ def against_generate(
 def _ratio(
     target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
 ) -> float:
-    decoder = Autoregressive(target=target, sampling=Sampling(temperature=0.0, top_p=1.0))
-    seeds = [0] * len(batch)
+    asked = requests(batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
 
     def ours() -> int:
-        done = decoder.decode(batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seeds=seeds)
-        return sum(len(g.tokens) for g in done)
+        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), asked))
 
     def theirs() -> int:
         return _generate(target, batch, max_new_tokens, stop_ids)
@@ -101,7 +100,6 @@ def generated(
     pad = stop_ids[0] if stop_ids else 0
     padded = [[pad] * (width - len(ids)) + ids for ids in batch]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in batch]
-    target.tap(())
     output = target.model.generate(
         torch.tensor(padded, device=target.device),
         attention_mask=torch.tensor(mask, device=target.device),

@@ -15,7 +15,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
 from dspec.config import composed, instantiate
-from dspec.decoding.base import Decoder, Generation
+from dspec.decoding import base as decoding
+from dspec.decoding.base import Generation
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
@@ -49,7 +50,7 @@ class DspecLM(TemplateLM):
         self.target, self.tokenizer, self.seed = self.loaded.target, self.loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
-        self._decoder({})  # a decoder that this model cannot run is refused now
+        self._decoder = self._contender.build(target=self.target, draft=self.loaded.draft)
 
     @property
     def eot_token_id(self) -> int:
@@ -89,11 +90,11 @@ class DspecLM(TemplateLM):
             )
         )
 
-    def _decoder(self, wanted: dict[str, Any]) -> Decoder:
+    @staticmethod
+    def _sampling(wanted: dict[str, Any]) -> Sampling:
         sampled = wanted.get("do_sample", wanted.get("temperature", 0.0) > 0)
         temperature = float(wanted.get("temperature", 1.0)) if sampled else 0.0
-        sampling = Sampling(temperature=temperature, top_p=float(wanted.get("top_p", 1.0)))
-        return self._contender.build(target=self.target, draft=self.loaded.draft, sampling=sampling)
+        return Sampling(temperature=temperature, top_p=float(wanted.get("top_p", 1.0)))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers up to the first stop string, in the order of the requests."""
@@ -133,14 +134,15 @@ class DspecLM(TemplateLM):
         prompts = [self.tok_encode(r.args[0]) for r in requests]
         if longest := max((n for p in prompts if (n := len(p)) > room), default=0):
             log.warning("a prompt of %d tokens is cut on the left to %d: the context is full", longest, room)
-        with torch.inference_mode():
-            generations = self._decoder(wanted).decode(
-                [p[-room:] for p in prompts],
-                max_new_tokens=new,
-                stop_ids=self.target.stop_ids,
-                seeds=seeds,
-                ends=strings,
-            )
+        asked = decoding.requests(
+            [p[-room:] for p in prompts],
+            seeds=seeds,
+            sampling=self._sampling(wanted),
+            max_new_tokens=new,
+            stop_ids=self.target.stop_ids,
+            should_stop=strings,
+        )
+        generations = decoding.decode(self._decoder, asked)
         for request, generation in zip(requests, generations, strict=True):
             self._generations[request.task_name].append(generation)
         return [strings.cut(self.tokenizer.decode(g.tokens, skip_special_tokens=True)) for g in generations]
@@ -185,7 +187,7 @@ class DspecLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Counts of all generations so far, task by task, for lm-eval's results."""
-        decoder = {"method": self._contender.method, **self._decoder({}).settings()}
+        decoder = {"method": self._contender.method, **self._decoder.settings(self._sampling({}))}
         tasks = {
             task: {"n": len(done), **counts(done), "acceptance": acceptance(done)}
             for task, done in self._generations.items()

@@ -219,8 +219,7 @@ def prefill(dtype: torch.dtype, *, rows: int, length: int, layers: int = 8) -> P
 
     @torch.inference_mode()
     def masked() -> object:
-        table = masks.dense(masks.causal(starts), batch=rows, queries=length, keys=length, device=ids.device)
-        return target(ids, mask=masks.additive(table, dtype), positions_BL=torch.arange(length)[None])
+        return target(ids, mask=masks.causal(starts))
 
     return Pair(masked, torch.inference_mode()(lambda: target(ids, cache=target.new_cache())))
 

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, Pass
 from dspec.errors import UserError
 from eval.results import flat
 
@@ -38,17 +38,16 @@ class Sample:
 
     def to_row(self) -> dict[str, Any]:
         """JSON-ready and flat, without the confidences of rounds."""
-        row = asdict(self)
-        counts = row.pop("generation") | {"rounds": [[r.drafted, r.accepted, r.valid] for r in self.generation.rounds]}
-        seconds = row.pop("seconds")
-        return row | counts | {"seconds": seconds}
+        row = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        trace, seconds = vars(row.pop("generation")), row.pop("seconds")
+        return row | trace | {"passes": [p.to_row() for p in trace["passes"]], "seconds": seconds}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":
         own = {name: row[name] for name in cls.__dataclass_fields__ if name != "generation"}
-        counts = {name: row[name] for name in Generation.__dataclass_fields__}
-        counts["rounds"] = [Round(*r) for r in counts["rounds"]]
-        return cls(**own, generation=Generation(**counts))
+        trace = {name: row[name] for name in Generation.__dataclass_fields__}
+        trace["passes"] = [Pass(*p) for p in trace["passes"]]
+        return cls(**own, generation=Generation(**trace))
 
 
 def digest(ids: Sequence[int]) -> str:

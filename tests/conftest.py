@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +22,22 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from dspec.calibration.sts import Calibration
 from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.base import Decoder, Generation, PerRow, Request, Row, State, decode, requests
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import Proposal
-from dspec.decoding.sampling import Sampling
+from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
+from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
+from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEADS = (None, "vanilla", "gated", "rnn")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-GREEDY = Sampling(temperature=0.0, top_p=1.0)
 
 
 ALLOWED_SKIPS = ("no CUDA", "no Landlock", "no browser", "no ../shared")
@@ -171,9 +178,81 @@ def prompts(rng: random.Random, batch: int, *, vocab: int, longest: int = 9) -> 
     return [[rng.randrange(vocab - 1) for _ in range(rng.randint(1, longest))] for _ in range(batch)]
 
 
+class Bound:
+    """A decoder, and the sampling of all requests that are put to it."""
+
+    def __init__(self, decoder: Decoder, sampling: Sampling) -> None:
+        self.decoder, self.sampling = decoder, sampling
+
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        in_flight: int | None = None,
+        observe: Callable[[State], None] | None = None,
+        **common: Any,
+    ) -> list[Generation]:
+        asked = requests(prompts, seeds=seeds, sampling=self.sampling, **common)
+        return decode(self.decoder, asked, in_flight=in_flight, observe=observe)
+
+    def settings(self) -> dict[str, Any]:
+        return self.decoder.settings(self.sampling)
+
+
+def autoregressive(*, target: LanguageModel, sampling: Sampling) -> Bound:
+    return Bound(Autoregressive(target=target), sampling)
+
+
+def speculative(
+    *,
+    target: LanguageModel,
+    proposer: Any,
+    sampling: Sampling,
+    confidence_threshold: float = 0.0,
+    calibration: Calibration | None = None,
+    record_confidence: bool = False,
+) -> Bound:
+    policy: VerificationPolicy = VerifyAll()
+    if confidence_threshold:
+        policy = ConfidenceThreshold(confidence_threshold, calibration=calibration)
+    decoder = Speculative(target=target, proposer=proposer, policy=policy, record_confidence=record_confidence)
+    return Bound(decoder, sampling)
+
+
+def jacobi(*, target: LanguageModel, sampling: Sampling, config: JacobiConfig) -> Bound:
+    return Bound(Jacobi(target=target, config=config), sampling)
+
+
+def finished(asked: Sequence[Request], generations: Sequence[Generation]) -> State:
+    """What a decoder's `start` gives back whose answers are done with it."""
+    rows = [Row(r, [*r.ids, *g.tokens], replace(g, stopped=True)) for r, g in zip(asked, generations, strict=True)]
+    return State(rows, PositionCache(0), Streams([r.seed for r in asked], torch.device("cpu")))
+
+
+class Remembering:
+    """A proposer together with what it remembers of one batch."""
+
+    def __init__(self, proposer: Any) -> None:
+        self.proposer, self.num_drafts, self.tap_ids = proposer, proposer.num_drafts, proposer.tap_ids
+
+    def begin(self, features_BLF: Tensor) -> None:
+        self.memory = self.proposer.start(features_BLF)
+
+    def propose(self, text_B: Sequence[Sequence[int]], *, sampling: Sampling, **how: Any) -> Proposal:
+        return self.proposer.propose(self.memory, text_B, samplings=SamplingBatch([sampling] * len(text_B)), **how)
+
+    def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
+        self.proposer.extend(self.memory, features_BLF, start_B)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.memory.select(rows)
+
+
 def ar(of: LanguageModel, texts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-    decoder = Autoregressive(target=of, sampling=GREEDY)
-    result = decoder.decode(texts, max_new_tokens=new, stop_ids=(), seeds=[0] * len(texts))
+    result = autoregressive(target=of, sampling=GREEDY).decode(
+        texts, max_new_tokens=new, stop_ids=(), seeds=[0] * len(texts)
+    )
     return [g.tokens for g in result]
 
 
@@ -204,48 +283,52 @@ class OracleProposer:
     ) -> None:
         self.num_drafts, self.accuracy, self.ragged = drafts, accuracy, ragged
         self.texts, self.vocab, self.rng = [list(t) for t in texts], of.vocab_size, random.Random(seed)
-        of.tap(self.tap_ids)
-        self.truth = [of(torch.tensor([t])).features_BLF[0] for t in self.texts]
-        self.rows: list[int] = []
-        self.seen: list[dict[int, Tensor]] = []
+        self.truth = [of(torch.tensor([t]), taps=self.tap_ids).features_BLF[0] for t in self.texts]
+        self.started = 0
 
-    def begin(self, features_BLF: Tensor) -> None:
-        self.rows = list(range(len(features_BLF)))
-        self.seen = [{} for _ in self.rows]
-        self.extend(features_BLF, [0] * len(self.rows))
+    def start(self, features_BLF: Tensor) -> PerRow[tuple[int, dict[int, Tensor]]]:
+        """Each row's text by number, and the features it was told."""
+        memory = PerRow((self.started + i, {}) for i in range(len(features_BLF)))
+        self.started += len(features_BLF)
+        self.extend(memory, features_BLF, [0] * len(memory))
+        return memory
 
-    def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
-        for row, features, start in zip(self.rows, features_BLF, start_B, strict=True):
-            self.seen[row].update({start + i: f.clone() for i, f in enumerate(features)})
-
-    def select(self, rows: Tensor) -> None:
-        self.rows = [self.rows[i] for i in rows.tolist()]
+    def extend(self, memory: PerRow, features_BLF: Tensor, start_B: Sequence[int]) -> None:
+        for (_, seen), features, start in zip(memory, features_BLF, start_B, strict=True):
+            seen.update({start + i: f.clone() for i, f in enumerate(features)})
 
     def settings(self) -> dict[str, Any]:
         return {}
 
-    def _check(self, row: int, history: Sequence[int]) -> None:
+    def _check(self, row: int, told: dict[int, Tensor], history: Sequence[int]) -> None:
         assert list(history) == self.texts[row][: len(history)]
-        seen = torch.stack([self.seen[row][i] for i in range(len(history) - 1)])
+        seen = torch.stack([told[i] for i in range(len(history) - 1)])
         torch.testing.assert_close(seen, self.truth[row][: len(history) - 1], rtol=0, atol=1e-10)
 
     def propose(
-        self, history: Sequence[Sequence[int]], *, sampling: Sampling, uniform_BJ: Tensor | None, confidence: bool
+        self,
+        memory: PerRow,
+        text_B: Sequence[Sequence[int]],
+        *,
+        samplings: SamplingBatch,
+        uniform_BJ: Tensor | None,
+        confidence: bool,
     ) -> Proposal:
         J, tokens, counts = self.num_drafts, [], []
-        for row, text in zip(self.rows, history, strict=True):
-            self._check(row, text)
+        for (row, told), text in zip(memory, text_B, strict=True):
+            self._check(row, told, text)
             known = (self.texts[row][len(text) :] + [0] * J)[:J]
             drafts = [t if self.rng.random() < self.accuracy else (t + 1) % self.vocab for t in known]
             tokens.append(drafts)
             counts.append(self.rng.randint(0, J) if self.ragged else J)
-        return Proposal(torch.tensor(tokens).view(len(history), J), torch.tensor(counts))
+        return Proposal(torch.tensor(tokens).view(len(text_B), J), torch.tensor(counts))
 
 
 @pytest.fixture(scope="session")
 def toys() -> SimpleNamespace:
     names = (
-        "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer"
+        "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
+        "finished Remembering Bound autoregressive speculative jacobi"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

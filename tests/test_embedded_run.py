@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,9 @@ from data.chat import PromptPolicy, prompt_ids
 from data.embedded.corpus import corpus
 from data.prompts import EmbeddedPrompts
 from dspec.config import composed, instantiate
-from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.base import Generation
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
-from dspec.decoding.speculative import Speculative
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Benchmark
@@ -41,7 +41,7 @@ def benchmarks() -> dict[str, Benchmark]:
     return made
 
 
-def decode(target: LanguageModel, decoder: Decoder, benchmark: Benchmark) -> list[Generation]:
+def decode(target: LanguageModel, decoder: Any, benchmark: Benchmark) -> list[Generation]:
     prompts = [prompt_ids(target.tokenizer, item.prompt, POLICY) for item in benchmark.items()]
     return decoder.decode(
         prompts,
@@ -51,7 +51,7 @@ def decode(target: LanguageModel, decoder: Decoder, benchmark: Benchmark) -> lis
     )
 
 
-def pooled(target: LanguageModel, decoder: Decoder) -> list[Generation]:
+def pooled(target: LanguageModel, decoder: Any) -> list[Generation]:
     return [g for benchmark in benchmarks().values() for g in decode(target, decoder, benchmark)]
 
 
@@ -78,13 +78,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return runs
 
 
-def speculative(target: LanguageModel, draft: Path, sampling: Sampling) -> Speculative:
-    return Speculative(target=target, proposer=DraftProposer(from_pretrained(draft, target=target)), sampling=sampling)
+def speculative(toys: SimpleNamespace, target: LanguageModel, draft: Path, sampling: Sampling) -> Any:
+    return toys.speculative(
+        target=target, proposer=DraftProposer(from_pretrained(draft, target=target)), sampling=sampling
+    )
 
 
 @pytest.mark.slow
-def test_target_solves_its_benchmarks_but_not_all(target: LanguageModel) -> None:
-    greedy = Autoregressive(target=target, sampling=GREEDY)
+def test_target_solves_its_benchmarks_but_not_all(toys: SimpleNamespace, target: LanguageModel) -> None:
+    greedy = toys.autoregressive(target=target, sampling=GREEDY)
     scores = {}
     for name, benchmark in benchmarks().items():
         verdicts = [
@@ -99,25 +101,27 @@ def test_target_solves_its_benchmarks_but_not_all(target: LanguageModel) -> None
 
 
 @pytest.mark.slow
-def test_dspark_beats_dflash_beats_nothing(target: LanguageModel, trained: dict[str, Path]) -> None:
+def test_dspark_beats_dflash_beats_nothing(
+    toys: SimpleNamespace, target: LanguageModel, trained: dict[str, Path]
+) -> None:
     for sampling in (GREEDY, SAMPLED):
         taus = {}
         for name, run in trained.items():
-            generations = pooled(target, speculative(target, run / "draft", sampling))
+            generations = pooled(target, speculative(toys, target, run / "draft", sampling))
             taus[name] = counts(generations)["tau"]
         print(sampling, taus)
         assert taus["dspark"] > taus["dflash"] > 1.5
 
 
 @pytest.mark.slow
-def test_embedded_tasks_are_no_giveaway(target: LanguageModel) -> None:
+def test_embedded_tasks_are_no_giveaway(toys: SimpleNamespace, target: LanguageModel) -> None:
     """On the drafter that ships, which had all its steps."""
-    lookup = Speculative(
+    lookup = toys.speculative(
         target=target,
         proposer=PromptLookupProposer(num_drafts=7, max_ngram=3, device=torch.device("cpu")),
         sampling=GREEDY,
     )
-    own = pooled(target, speculative(target, SHIPPED, GREEDY))
+    own = pooled(target, speculative(toys, target, SHIPPED, GREEDY))
     by_lookup = pooled(target, lookup)
     assert [g.tokens for g in by_lookup] == [g.tokens for g in own]  # lossless, whatever drafts
     assert counts(by_lookup)["tau"] < counts(own)["tau"] / 2
@@ -127,7 +131,9 @@ def test_embedded_tasks_are_no_giveaway(target: LanguageModel) -> None:
 
 
 @pytest.mark.slow
-def test_lossless_in_float64_and_nearly_so_in_float32(target: LanguageModel, trained: dict[str, Path]) -> None:
+def test_lossless_in_float64_and_nearly_so_in_float32(
+    toys: SimpleNamespace, target: LanguageModel, trained: dict[str, Path]
+) -> None:
     double = embedded_target(dtype="float64", device="cpu")
     some = {name: b for name, b in benchmarks().items() if name != "functions"}
     for model, allowed in ((double, 0.0), (target, 0.01)):
@@ -135,8 +141,8 @@ def test_lossless_in_float64_and_nearly_so_in_float32(target: LanguageModel, tra
             (a.tokens, b.tokens)
             for benchmark in some.values()
             for a, b in zip(
-                decode(model, speculative(model, trained["dspark"] / "draft", GREEDY), benchmark),
-                decode(model, Autoregressive(target=model, sampling=GREEDY), benchmark),
+                decode(model, speculative(toys, model, trained["dspark"] / "draft", GREEDY), benchmark),
+                decode(model, toys.autoregressive(target=model, sampling=GREEDY), benchmark),
                 strict=True,
             )
         ]

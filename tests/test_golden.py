@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
-from dspec.decoding.speculative import Speculative
 from dspec.method import Batch
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
@@ -54,7 +54,7 @@ def test_dspark_training_step(folder: Path) -> None:
         chunk_mb=1e-3,
     )
     batch = Batch(golden["input_ids"], golden["loss_mask"].bool())
-    own = target(batch.ids_BL)
+    own = target(batch.ids_BL, taps=draft.config.target_layer_ids)
     _close(own.features_BLF, golden["target_features"])
     _close(own.hidden_BLD, golden["target_last_hidden"])
     output = ModelOutput(golden["target_last_hidden"], golden["target_features"])
@@ -91,20 +91,22 @@ def test_dspark_training_step(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", _folders("decode.safetensors"), ids=lambda f: f.name)
-def test_dflash_forward_and_generation(folder: Path) -> None:
+def test_dflash_forward_and_generation(toys: SimpleNamespace, folder: Path) -> None:
     golden = load_file(folder / "decode.safetensors")
     target = _target(folder)
     draft = from_pretrained(folder / "draft", target=target, layout="fill_in")
     anchor = golden["fwd.input_ids"].shape[1]
     with torch.no_grad():
-        features = target(golden["fwd.input_ids"]).features_BLF
+        features = target(golden["fwd.input_ids"], taps=draft.config.target_layer_ids).features_BLF
         ids = golden["fwd.block_ids"]
         positions = anchor + torch.arange(ids.shape[1])[None]
         hidden = draft(ids, positions, mask=None, features_BSF=features)
     _close(hidden, golden["fwd.hidden"])
     _close(draft.lm_head(hidden), golden["fwd.logits"])
 
-    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=Sampling(temperature=0.0, top_p=1.0))
+    decoder = toys.speculative(
+        target=target, proposer=DraftProposer(draft), sampling=Sampling(temperature=0.0, top_p=1.0)
+    )
     cases = sorted(name.removeprefix("prompt") for name in golden if name.startswith("prompt"))
     assert cases
     for case in cases:

@@ -10,9 +10,7 @@ import torch
 
 from dspec.attention import masks
 from dspec.attention.attend import attend
-from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.proposers import DraftProposer
-from dspec.decoding.speculative import Speculative
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.language_model import embedded_target
 
@@ -92,8 +90,8 @@ def test_decoding_is_lossless(toys: SimpleNamespace) -> None:
     text = [{"role": "user", "content": "Tom has 3 boxes with 4 pens in each. How many pens does Tom have?"}]
     prompt = list(target.tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False))
     how: dict[str, Any] = {"max_new_tokens": 100, "stop_ids": target.stop_ids}
-    plain = Autoregressive(target=target, sampling=toys.GREEDY).decode([prompt], seeds=[0], **how)
-    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY)
+    plain = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([prompt], seeds=[0], **how)
+    decoder = toys.speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY)
     for batch in (1, 3):
         for generation in decoder.decode([prompt] * batch, seeds=[0] * batch, **how):
             assert generation.tokens == plain[0].tokens

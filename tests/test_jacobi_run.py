@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.models.language_model import embedded_target, load_language_model
 from dspec.train import main
@@ -89,7 +89,7 @@ def test_the_whole_recipe(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_moving_average_over_lora_survives_a_kill(cache: Path, tmp_path: Path) -> None:
+def test_a_moving_average_over_lora_survives_a_kill(toys: SimpleNamespace, cache: Path, tmp_path: Path) -> None:
     """Bit-exactly: adapters, their mean and the drawn states go on where the last checkpoint stood."""
     args = [*FEW, *MOVING, *LORA, "method/schedule=random"]
     whole = run(args, cache, tmp_path / "whole")
@@ -115,5 +115,5 @@ def test_a_moving_average_over_lora_survives_a_kill(cache: Path, tmp_path: Path)
     assert torch.equal(base.embed_tokens.weight, tuned.embed_tokens.weight)  # adapters alone were trained
     weight = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(base.model.get_parameter(weight), tuned.model.get_parameter(weight))
-    greedy = Autoregressive(target=tuned, sampling=Sampling(temperature=0.0, top_p=1.0))
+    greedy = toys.autoregressive(target=tuned, sampling=Sampling(temperature=0.0, top_p=1.0))
     assert greedy.decode([[5, 6]], max_new_tokens=3, stop_ids=(), seeds=[0])[0].tokens

@@ -24,12 +24,11 @@ def attend(
     mask: Mask,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
 ) -> Tensor:
     """Attention output [B, H, Q, D]; G key/value heads serve H query heads (H a multiple of G).
 
     `mask` is a tensor [B or 1, 1, Q, K] (boolean: True = may attend; float: added to the scores), tiles of such, a
-    flex BlockMask, or None (all may attend, or with `is_causal` Q = K and each position sees those up to its own).
+    flex BlockMask, CAUSAL (Q = K, each position sees those up to its own) or None (all may attend).
     `scale` None is D ** -0.5.
     """
     if isinstance(mask, tuple):
@@ -42,14 +41,16 @@ def attend(
         flex = _compiled_flex() if q_BHQD.is_cuda else flex_attention
         return flex(q_BHQD, k_BGKD, v_BGKD, block_mask=mask, scale=scale, enable_gqa=True)  # type: ignore[operator]
     groups = q_BHQD.shape[1] // k_BGKD.shape[1]
-    if groups > 1 and not is_causal and _folds(q_BHQD, k_BGKD, mask):
+    if isinstance(mask, str):
+        return F.scaled_dot_product_attention(
+            q_BHQD, k_BGKD, v_BGKD, scale=scale, is_causal=q_BHQD.shape[2] > 1, enable_gqa=groups > 1
+        )
+    if groups > 1 and _folds(q_BHQD, k_BGKD, mask):
         return _folded(q_BHQD, k_BGKD, v_BGKD, mask, scale)
     if groups > 1 and q_BHQD.is_cuda and mask is not None:  # no fused CUDA kernel takes both grouped heads and a mask
         k_BGKD = k_BGKD.repeat_interleave(groups, dim=1)
         v_BGKD = v_BGKD.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(
-        q_BHQD, k_BGKD, v_BGKD, attn_mask=mask, scale=scale, is_causal=is_causal, enable_gqa=groups > 1
-    )
+    return F.scaled_dot_product_attention(q_BHQD, k_BGKD, v_BGKD, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
 
 
 def _folds(q_BHQD: Tensor, k_BGKD: Tensor, mask: Tensor | None) -> bool:

@@ -1,15 +1,16 @@
 """Every attention mask of dspec, as a predicate over logical positions, and its physical forms.
 
 A predicate has the signature of flex attention's mask_mod, `(b, h, q, kv) -> bool`, and works elementwise on index
-tensors. `dense` turns it into a boolean SDPA mask (CPU: flex attention has no backward there), `tiles` into dense
-masks over the keys that neighbouring queries see, `block_mask` into a flex BlockMask (CUDA). Training and the cached
-decoders read the same predicates; this module knows no model.
+tensors. `build` turns it into what attention takes: a flex BlockMask for training on CUDA, else a dense SDPA mask (flex
+attention has no backward on CPUs); `tiles` are dense masks over the keys that neighbouring queries see. Training and
+the cached decoders read the same predicates; this module knows no model.
 
 Legend: B = batch, Q = queries, K = keys, N = blocks (anchors) a row, L = positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class Tile:
 
 
 Tiles = tuple[Tile, ...]
-Mask = Tensor | BlockMask | Tiles | None
+CAUSAL: Final = "causal"  # as many keys as queries, each query sees those up to its own
+Mask = Tensor | BlockMask | Tiles | Literal["causal"] | None  # None: all see all
 
 
 def causal(start_B: Tensor) -> Predicate:
@@ -42,6 +44,29 @@ def causal(start_B: Tensor) -> Predicate:
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return kv <= start_B[b] + q
+
+    return predicate
+
+
+def branches(start_B: Tensor, branch_BQ: Tensor) -> Predicate:
+    """Several continuations of one text side by side in a row: `branch_BQ` numbers them, 0 is what all share.
+
+    Query q of row b computes place start[b] + q. It sees the places before start[b], the shared ones up to its own and
+    those of its own branch up to its own; branches never see each other.
+
+    start=2, branch (0, 1, 1, 2, 2):   q0  1 1 1 . . . .     the anchor
+                                       q1  1 1 1 1 . . .     a draft of two tokens
+                                       q2  1 1 1 1 1 . .
+                                       q3  1 1 1 . . 1 .     another one, at the same positions
+                                       q4  1 1 1 . . 1 1
+    """
+    last = branch_BQ.shape[1] - 1
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        place = kv - start_B[b]
+        branch_kv = branch_BQ[b, place.clamp(0, last)]
+        in_prefix = place < 0
+        return in_prefix | (place <= q) & ((branch_kv == 0) | (branch_kv == branch_BQ[b, q]))
 
     return predicate
 
@@ -120,6 +145,38 @@ def _table(predicate: Predicate, batch: int, q: Tensor, kv: Tensor) -> Tensor:
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask as what is added to scores (0 or -inf): SDPA would else convert it anew in every layer."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def build(
+    predicate: Predicate,
+    *,
+    batch: int,
+    queries: int,
+    keys: int,
+    device: torch.device,
+    added: torch.dtype | None,
+    flex: bool = False,
+) -> Mask:
+    """The predicate as attention takes it: a flex BlockMask where `flex`, else a tensor.
+
+    `added` is the dtype of a tensor that is added to scores, which SDPA would else make anew in every layer; None is a
+    boolean one (under autocast the scores' dtype is not known here).
+    """
+    if flex:
+        return block_mask(predicate, batch=batch, queries=queries, keys=keys, device=device)
+    mask = dense(predicate, batch=batch, queries=queries, keys=keys, device=device)
+    return mask if added is None else additive(mask, added)
+
+
+def build_causal(start_B: Sequence[int], *, queries: int, device: torch.device, added: torch.dtype | None) -> Mask:
+    """`causal` in its cheapest form: none for one query behind its own row, CAUSAL where all rows begin at place 0
+    (what lies behind a row's end is never read), else as `build` has it."""
+    if not any(start_B):
+        return CAUSAL
+    if queries == len(start_B) == 1:
+        return None
+    start, keys = torch.tensor(start_B, device=device), max(start_B) + queries
+    return build(causal(start), batch=len(start_B), queries=queries, keys=keys, device=device, added=added)
 
 
 def block_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:

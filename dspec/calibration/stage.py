@@ -22,10 +22,11 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.decoding.base import Generation
+from dspec.decoding.base import Generation, decode, requests
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
@@ -122,14 +123,15 @@ class CalibrateSTS:
         self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]
     ) -> dict[str, Any]:
         self.check_prompts(target, draft, prompts)
-        decoder = Speculative(
-            target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
-        )
+        decoder = Speculative(target=target, proposer=DraftProposer(draft), policy=VerifyAll(), record_confidence=True)
         generations: list[Generation] = []
         for start in track(range(0, len(prompts), self.batch_size), "calibration traces"):
             batch = list(prompts[start : start + self.batch_size])
             seeds = [self.seed * 1_000_003 + start + i for i in range(len(batch))]
-            generations += decoder.decode(batch, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids, seeds=seeds)
+            asked = requests(
+                batch, seeds=seeds, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids
+            )
+            generations += decode(decoder, asked)
         traces, prompt_N = gather(generations)
         shares = [self.fit_share / self.folds] * self.folds + [1 - self.fit_share]
         *folds, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)

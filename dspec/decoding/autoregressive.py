@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.base import Ends, Generation, Limits, next_tokens, prefill, rows_to_keep
+from dspec.decoding.base import Pass, Request, State, next_tokens, prefill
 from dspec.decoding.sampling import Sampling
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
@@ -16,45 +16,25 @@ class Autoregressive:
 
     lossless = True
 
-    def __init__(self, *, target: LanguageModel, sampling: Sampling) -> None:
-        self.target, self.sampling = target, sampling
+    def __init__(self, *, target: LanguageModel) -> None:
+        self.target = target
 
-    def settings(self) -> dict[str, Any]:
-        return self.sampling.to_dict()
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        return sampling.to_dict()
 
-    @torch.inference_mode()
-    def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        seeds: Sequence[int],
-        ends: Ends | None = None,
-    ) -> list[Generation]:
-        target, limits = self.target, Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids, ends=ends)
-        target.tap(())
-        state = prefill(target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
-        live = list(state.generations)
-        while any(not g.done(limits) for g in live):
-            if (keep := rows_to_keep([not g.done(limits) for g in live])) is not None:
-                rows = torch.tensor(keep, device=target.device)
-                state.cache.select(rows)
-                state.streams.select(rows)
-                live = [live[i] for i in keep]
-                state.lengths_B = [state.lengths_B[i] for i in keep]
-                state.anchors_B = [state.anchors_B[i] for i in keep]
-            ids = torch.tensor(state.anchors_B, device=target.device)[:, None]
-            with span("target"):
-                hidden = target(ids, start_B=state.lengths_B, cache=state.cache).hidden_BLD
-            with span("target LM head"):
-                logits = target.logits(hidden[:, 0])
-            with span("sampling"):
-                state.anchors_B = next_tokens(logits, self.sampling, state.streams)
-            for i, generation in enumerate(live):
-                generation.positions_computed += 1
-                if not generation.done(limits):
-                    generation.emit([state.anchors_B[i]], limits)
-                    generation.forwards += 1
-                    state.lengths_B[i] += 1
-        return state.generations
+    def start(self, requests: Sequence[Request]) -> State:
+        return prefill(self.target, requests)[0]
+
+    def step(self, state: State) -> None:
+        ids = torch.tensor([row.text[-1] for row in state.rows], device=self.target.device)[:, None]
+        with span("target"):
+            hidden = self.target(ids, start_B=state.starts, cache=state.cache).hidden_BLD
+        with span("target LM head"):
+            logits = self.target.logits(hidden[:, 0])
+        with span("sampling"):
+            tokens = next_tokens(logits, state)
+        for row, token in zip(state.rows, tokens, strict=True):
+            if row.done:
+                row.generation.idle_positions += 1
+            else:
+                row.generation.passes.append(Pass("decode", row.commit([token]), positions=1))

@@ -10,23 +10,22 @@ from dspec.decoding.base import Decoder
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 
 
-def autoregressive(*, target: LanguageModel, draft: Draft | None, sampling: Sampling) -> Decoder:
+def autoregressive(*, target: LanguageModel, draft: Draft | None) -> Decoder:
     """Plain AR; the drafter is not used."""
-    return Autoregressive(target=target, sampling=sampling)
+    return Autoregressive(target=target)
 
 
 def speculative(
     *,
     target: LanguageModel,
     draft: Draft | None,
-    sampling: Sampling,
     sequential_head: bool,
     refinement_passes: int,
     confidence_threshold: float,
@@ -44,38 +43,32 @@ def speculative(
             stacklevel=2,
         )
         calibration = None
-    return Speculative(
-        target=target,
-        proposer=proposer,
-        sampling=sampling,
-        confidence_threshold=confidence_threshold,
-        calibration=calibration,
-    )
+    policy: VerificationPolicy = VerifyAll()
+    if confidence_threshold != 0:
+        policy = ConfidenceThreshold(confidence_threshold, calibration=calibration)
+    return Speculative(target=target, proposer=proposer, policy=policy)
 
 
-def prompt_lookup(
-    *, target: LanguageModel, draft: Draft | None, sampling: Sampling, num_drafts: int, max_ngram: int
-) -> Decoder:
+def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int, max_ngram: int) -> Decoder:
     """Drafts copied from the text so far; the drafter is not used."""
     device = torch.device(target.device)
     proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
-    return Speculative(target=target, proposer=proposer, sampling=sampling)
+    return Speculative(target=target, proposer=proposer, policy=VerifyAll())
 
 
-def jacobi(*, target: LanguageModel, draft: Draft | None, sampling: Sampling, plan: JacobiConfig) -> Decoder:
+def jacobi(*, target: LanguageModel, draft: Draft | None, plan: JacobiConfig) -> Decoder:
     """The target's own tokens, several a pass; the drafter is not used."""
-    return Jacobi(target=target, sampling=sampling, plan=plan)
+    return Jacobi(target=target, config=plan)
 
 
 def on_base(
     *,
     target: LanguageModel,
     draft: Draft | None,
-    sampling: Sampling,
     base: LanguageModel | None,
     build: Callable[..., Decoder],
 ) -> Decoder:
     """What `build` makes of the untrained `base`, to stand beside the same decoder of the trained target."""
     if base is None:
         raise UserError("a decoder of the base needs target=<the base>: say which weights it decodes")
-    return build(target=base.to(device=target.device, dtype=target.dtype), draft=None, sampling=sampling)
+    return build(target=base.to(device=target.device, dtype=target.dtype), draft=None)

@@ -1,28 +1,32 @@
 """Jacobi decoding: all tokens of a block in one causal pass, iterated until they are what the model itself says.
 
-One block, several blocks in flight, and recycled n-grams verified along the batch dimension: see jacobi_state.py.
-Greedy output equals greedy autoregressive decoding token for token. So does sampled output, with the same seed: the
-token at output position t is a function of the model's law there and of the stream's t-th uniform, the one that the
-autoregressive decoder draws it with, and Jacobi iterates that function. So its law is the target's exactly.
+One block or several blocks in flight (jacobi_state.py); recycled n-grams are verified beside the draft, in the same row
+behind the same cached text, with a mask that keeps the continuations apart. Greedy output equals greedy autoregressive
+decoding token for token. So does sampled output, with the same seed: the token at output position t is a function of
+the model's distribution there and of the stream's t-th uniform, the one that the autoregressive decoder draws it with,
+and Jacobi iterates that function. So its distribution is the target's exactly.
 
-Legend: B = prompts, R = rows of a pass (each prompt's draft, then its candidates), L = positions of a pass,
-T = output positions, V = vocabulary.
+Source: "Jacobi Forcing", its inference section.
+Legend: B = rows, Q = places of a pass (the anchor, the draft, the candidates), N = B Q, T = output positions,
+V = vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
+from dspec.attention import masks
+from dspec.decoding.base import PerRow, Request, State, prefill
 from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
-from dspec.decoding.sampling import Sampling, draw, row_chunks
+from dspec.decoding.sampling import Sampling, SamplingBatch, draw, row_chunks
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
-Observer = Callable[[int, JacobiState], None]  # a prompt's index and its flight, before each of its passes
+BLOCKS = "blocks"  # the part of the state that holds each row's JacobiState
+_UNIFORMS = "uniforms"  # the part with the uniforms [T] of each row's tokens behind the first
 
 
 class Jacobi:
@@ -30,110 +34,89 @@ class Jacobi:
 
     lossless = True
 
-    def __init__(self, *, target: LanguageModel, sampling: Sampling, plan: JacobiConfig) -> None:
-        self.target, self.sampling, self.plan = target, sampling, plan
+    def __init__(self, *, target: LanguageModel, config: JacobiConfig) -> None:
+        self.target, self.config = target, config
 
-    def settings(self) -> dict[str, Any]:
-        return self.sampling.to_dict() | asdict(self.plan)
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        return sampling.to_dict() | asdict(self.config)
 
-    @torch.inference_mode()
-    def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        seeds: Sequence[int],
-        ends: Ends | None = None,
-        observe: Observer | None = None,
-    ) -> list[Generation]:
-        """`observe` sees every state of the blocks: trajectories are made of it."""
-        limits = Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids, ends=ends)
-        self.target.tap(())
-        state = prefill(self.target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
-        flights = [
-            JacobiState(prompt, first, plan=self.plan, limit=max_new_tokens, seed=seed)
-            for prompt, first, seed in zip(prompts, state.anchors_B, seeds, strict=True)
-        ]
-        uniform_BT = None if self.sampling.greedy else state.streams.take(max_new_tokens)
-        rows = list(range(len(prompts)))  # the prompts that the cache's rows belong to
-        while any(not state.generations[i].done(limits) for i in rows):
-            if (keep := rows_to_keep([not state.generations[i].done(limits) for i in rows])) is not None:
-                state.cache.select(torch.tensor(keep, device=self.target.device))
-                rows = [rows[i] for i in keep]
-            if observe is not None:
-                for i in rows:
-                    if not state.generations[i].done(limits):
-                        observe(i, flights[i])
-            self._pass(state, flights, rows, uniform_BT, limits)
-        return state.generations
+    def start(self, requests: Sequence[Request]) -> State:
+        state, _ = prefill(self.target, requests)
+        uniform_BT = state.streams.take(max(r.max_new_tokens for r in requests))
+        state.parts[_UNIFORMS] = PerRow(uniform_BT)
+        state.parts[BLOCKS] = PerRow(
+            JacobiState(r.ids, row.text[-1], config=self.config, limit=r.max_new_tokens, seed=r.seed)
+            for r, row in zip(requests, state.rows, strict=True)
+        )
+        return state
 
-    def _pass(
-        self,
-        state: Prefill,
-        flights: Sequence[JacobiState],
-        rows: Sequence[int],
-        uniform_BT: Tensor | None,
-        limits: Limits,
-    ) -> None:
-        """One forward pass over the drafts and candidates of all rows; finished prompts ride along, undrafted."""
-        done = [state.generations[i].done(limits) for i in rows]
+    def step(self, state: State) -> None:
+        # 1. draft: what each row verifies behind its anchor, one continuation or several of equal length
+        blocks: PerRow[JacobiState] = state.parts[BLOCKS]
         with span("lookup"):
             drafts: list[list[list[int]]] = [
-                [[]] if off else flights[i].drafts() for i, off in zip(rows, done, strict=True)
+                [[]] if row.done else one.drafts() for row, one in zip(state.rows, blocks, strict=True)
             ]
-        owner = [b for b, own in enumerate(drafts) for _ in own]
-        branched = len(owner) > len(rows)
-        if branched:
-            with span("cache rows"):
-                state.cache.select(torch.tensor(owner, device=self.target.device))
-        of = [flights[rows[b]] for b in owner]
-        predicted = self._predict(
-            state, of, [row for own in drafts for row in own], [rows[b] for b in owner], uniform_BT
-        )
-        width, winners, at = len(predicted[0]), [], 0
+
+        # 2. verify: one pass over all of them
+        predicted = self._predict(state, drafts)
+
+        # 3. commit: the continuation that agrees with the model for longest; its keys and values move to their place
+        moved: list[tuple[int, int, int]] = []
         with span("bookkeeping"):
-            for i, off, own in zip(rows, done, drafts, strict=True):
-                winner = 0
-                flight, generation = flights[i], state.generations[i]
-                generation.positions_computed += width * len(own)
-                if not off:
-                    predictions = [p[: len(d) + 1] for d, p in zip(own, predicted[at : at + len(own)], strict=True)]
-                    winner, accepted = flight.advance(own, predictions)
-                    record(generation, own[winner], accepted, predictions[winner][accepted], (), limits)
-                    generation.branches += len(own) - 1
-                winners.append(at + winner)
-                at += len(own)
-        if branched:
-            with span("cache rows"):
-                state.cache.select(torch.tensor(winners, device=self.target.device))
+            for i, (row, one, tried, tokens) in enumerate(zip(state.rows, blocks, drafts, predicted, strict=True)):
+                if row.done:
+                    row.generation.idle_positions += len(tokens)
+                    continue
+                start, length = len(row.text) - 1, len(tried[0])
+                behind = [tokens[1 + j * length : 1 + (j + 1) * length] for j in range(len(tried))]
+                predictions = [tokens[:1] + own for own in behind]
+                winner, accepted = one.advance(tried, predictions)
+                row.commit_round(
+                    tried[winner],
+                    accepted,
+                    predictions[winner][accepted],
+                    positions=len(tokens),
+                    branches=len(tried),
+                )
+                if winner:
+                    first = start + 1
+                    moved += [(i, first + winner * length + k, first + k) for k in range(accepted)]
+            if moved:
+                state.cache.move(*zip(*moved, strict=True))
 
-    def _predict(
-        self,
-        state: Prefill,
-        flights: Sequence[JacobiState],
-        drafts: Sequence[list[int]],
-        prompts: Sequence[int],
-        uniform_BT: Tensor | None,
-    ) -> list[list[int]]:
-        """The model's token after the anchor and after each draft token, rows padded to the longest draft."""
-        L, device = 1 + max(map(len, drafts)), self.target.device
-        padded = [[f.text[-1], *d, *[0] * (L - 1 - len(d))] for f, d in zip(flights, drafts, strict=True)]
-        starts = [len(f.text) - 1 for f in flights]
+    def _predict(self, state: State, drafts: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+        """The model's tokens after the anchor and after each token of each continuation [B][Q]: continuation j's
+        behind those of the earlier ones; rows are padded to the longest."""
+        widths = [1 + sum(map(len, tried)) for tried in drafts]
+        Q, device = max(widths), self.target.device
+        ids, depth, branch = (torch.zeros(len(drafts), Q, dtype=torch.long) for _ in range(3))
+        for b, (row, tried, width) in enumerate(zip(state.rows, drafts, widths, strict=True)):
+            ids[b, :width] = torch.tensor([row.text[-1], *(token for draft in tried for token in draft)])
+            length = len(tried[0])
+            if length:
+                depth[b, 1:width] = 1 + torch.arange(width - 1) % length
+                branch[b, 1:width] = 1 + torch.arange(width - 1) // length
+            branch[b, width:] = -1  # padding sees the text, and nobody sees it
+        starts = state.starts
+        side_by_side: dict[str, Any] = {}
+        if any(len(tried) > 1 for tried in drafts):
+            start = torch.tensor(starts, device=device)
+            side_by_side = {
+                "positions_BL": start[:, None] + depth.to(device),
+                "mask": masks.branches(start, branch.to(device)),
+            }
+        else:
+            depth = torch.arange(Q).expand(len(drafts), Q)
         with span("target"):
-            output = self.target(torch.tensor(padded, device=device), start_B=starts, cache=state.cache)
-        uniform_N = None
-        if uniform_BT is not None:
-            # stream position of the first prediction: the prefill drew output token 0, `uniform_BT` starts at token 1
-            first_R = torch.tensor([len(f.text) - f.start - 1 for f in flights], device=device)
-            at_RL = (first_R[:, None] + torch.arange(L, device=device)).clamp(max=uniform_BT.shape[1] - 1)
-            uniform_N = uniform_BT[torch.tensor(prompts, device=device)].gather(1, at_RL).flatten()
-        return self._tokens(output.hidden_BLD.flatten(0, 1), uniform_N).view(-1, L).tolist()
+            output = self.target(ids.to(device), start_B=starts, cache=state.cache, **side_by_side)
+        uniform_N = None if state.samplings.greedy else _uniforms(state, depth).flatten()
+        return self._tokens(output.hidden_BLD.flatten(0, 1), state.samplings, uniform_N).view(-1, Q).tolist()
 
-    def _tokens(self, hidden_ND: Tensor, uniform_N: Tensor | None) -> Tensor:
-        """The model's tokens [N] after N = R L positions, some at a time: with many candidates all logits, let alone
-        laws, would take gigabytes."""
-        tokens = []
+    def _tokens(self, hidden_ND: Tensor, samplings: SamplingBatch, uniform_N: Tensor | None) -> Tensor:
+        """The model's tokens [N], some at a time: with many candidates all logits, let alone distributions, would take
+        gigabytes."""
+        tokens, Q = [], len(hidden_ND) // len(samplings)
         for part in row_chunks(len(hidden_ND), self.target.vocab_size):
             with span("target LM head"):
                 logits = self.target.logits(hidden_ND[part])
@@ -141,5 +124,16 @@ class Jacobi:
                 if uniform_N is None:
                     tokens.append(logits.argmax(-1))
                 else:
-                    tokens.append(draw(self.sampling.probs(logits), uniform_N[part]))
+                    rows = [n // Q for n in range(len(hidden_ND))[part]]
+                    tokens.append(draw(samplings.probs(logits, rows), uniform_N[part]))
         return torch.cat(tokens)
+
+
+def _uniforms(state: State, depth_BQ: Tensor) -> Tensor:
+    """The uniforms [B, Q] that the tokens after these depths are drawn with: one per output position, whatever the
+    continuation. The prefill drew token 0, so a row's uniforms begin with token 1's."""
+    rows = []
+    for row, uniform_T, depth_Q in zip(state.rows, state.parts[_UNIFORMS], depth_BQ, strict=True):
+        at = len(row.generation.tokens) - 1 + depth_Q
+        rows.append(uniform_T[at.clamp(max=len(uniform_T) - 1).to(uniform_T.device)])
+    return torch.stack(rows)

@@ -77,38 +77,38 @@ class JacobiState:
     end of the newest block, or to the length limit.
     """
 
-    def __init__(self, prompt: Sequence[int], first: int, *, plan: JacobiConfig, limit: int, seed: int) -> None:
+    def __init__(self, prompt: Sequence[int], first: int, *, config: JacobiConfig, limit: int, seed: int) -> None:
         """`first` is the prefill's token; `limit` tokens are the longest output, `seed` draws a new block's tokens."""
-        self.plan, self.start = plan, len(prompt)
+        self.config, self.start = config, len(prompt)
         self.text: list[int] = [*prompt, first]
         self.draft: list[int] = []
         self.opened = 0  # blocks ever opened
         self._limit = self.start + limit
         self._end = self.start  # position behind the newest block
         self._random = random.Random(seed)
-        self._pool = Pool(plan.pool_size)
+        self._pool = Pool(config.pool_size)
         self._open_blocks(agreed=0, ahead=[])
 
     @property
     def in_flight(self) -> int:
         """Blocks from the real-active to the newest one."""
-        return self.opened - (len(self.text) - self.start) // self.plan.block_size
+        return self.opened - (len(self.text) - self.start) // self.config.block_size
 
     def block(self, number: int) -> list[int]:
         """The present tokens of a block, verified or drafted."""
-        begin = number * self.plan.block_size
+        begin = number * self.config.block_size
         known = [*self.text[self.start :], *self.draft]
-        return known[begin : begin + self.plan.block_size]
+        return known[begin : begin + self.config.block_size]
 
     def drafts(self) -> list[list[int]]:
         """Rows to verify behind the anchor, all of one length: the draft, then recycled n-grams filled up with it."""
         rows = [self.draft]
-        if self.plan.candidates:
+        if self.config.candidates:
             for run in self._pool.after(self.text[-1]):
                 row = [*run, *self.draft[len(run) :]][: len(self.draft)]
                 if row not in rows:
                     rows.append(row)
-                if len(rows) > self.plan.candidates:
+                if len(rows) > self.config.candidates:
                     break
         return rows
 
@@ -122,7 +122,7 @@ class JacobiState:
         count = max(accepted)
         winner = accepted.index(count)
         row, predicted = rows[winner], predictions[winner]
-        newest = self.start + (self.opened - 1) * self.plan.block_size
+        newest = self.start + (self.opened - 1) * self.config.block_size
         before = len(self.text)
         self.text += predicted[: count + 1]
         ahead = predicted[count + 1 :]  # up to the position behind the newest block
@@ -139,15 +139,15 @@ class JacobiState:
         """Opens a block when none is left, and further ones while the newest has `agreed` enough."""
         while self._end < self._limit:
             if self._end > len(self.text):
-                ripe = agreed >= math.ceil(self.plan.activation * self.plan.block_size)
-                if not ripe or self.in_flight >= self.plan.blocks:
+                ripe = agreed >= math.ceil(self.config.activation * self.config.block_size)
+                if not ripe or self.in_flight >= self.config.blocks:
                     return
-            self._end = min(self._end + self.plan.block_size, self._limit)
+            self._end = min(self._end + self.config.block_size, self._limit)
             self.opened += 1
             room = max(0, self._end - len(self.text) - len(self.draft))
             guess = ahead[:room] + self._random.choices(self.text, k=max(0, room - len(ahead)))
             self.draft += guess
-            agreed, ahead = max(0, len(self.text) - (self._end - self.plan.block_size)), []
+            agreed, ahead = max(0, len(self.text) - (self._end - self.config.block_size)), []
 
 
 def _agreeing(draft: Sequence[int], predicted: Sequence[int]) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dspec.attention import masks
-from dspec.decoding.sampling import Sampling, draw
+from dspec.decoding.base import PerRow
+from dspec.decoding.sampling import SamplingBatch, draw
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft
@@ -21,41 +22,45 @@ from dspec.spans import span
 
 @dataclass
 class Proposal:
-    """Draft tokens [B, J] of which row b's first count_B[b] are meant; their laws, and confidence logits if any."""
+    """Draft tokens [B, J] of which row b's first count_B[b] are meant; the distributions that they were drawn from,
+    and confidence logits if any."""
 
     tokens_BJ: Tensor
     count_B: Tensor
     probs_BJV: Tensor | None = None  # None: drafts are deterministic
     confidence_BJ: Tensor | None = None
+    passes: int = 0  # of the drafter
 
 
 class Proposer(Protocol):
-    """Proposes drafts after each row's anchor, and is told the target's features of verified positions."""
+    """Proposes drafts after each row's anchor, and is told the target's features of verified positions.
+
+    What it remembers of the rows in flight, its `memory`, is a RowState (base.py) that the caller keeps.
+    """
 
     num_drafts: int
     tap_ids: tuple[int, ...]
     max_positions: int | None  # of a text that it can continue; None: any
 
-    def begin(self, features_BLF: Tensor) -> None:
-        """A new batch; features of its right-padded prompts."""
+    def start(self, features_BLF: Tensor) -> Any:
+        """The memory of new rows, given the features of their right-padded prompts."""
         ...
 
     def propose(
         self,
-        history: Sequence[Sequence[int]],
+        memory: Any,
+        text_B: Sequence[Sequence[int]],
         *,
-        sampling: Sampling,
+        samplings: SamplingBatch,
         uniform_BJ: Tensor | None,
         confidence: bool,
     ) -> Proposal:
-        """Drafts after each row's tokens so far (the last one is the anchor)."""
+        """Drafts after each row's tokens so far (the last one is the anchor); `uniform_BJ` None is greedy."""
         ...
 
-    def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
+    def extend(self, memory: Any, features_BLF: Tensor, start_B: Sequence[int]) -> None:
         """Features of positions start_B[b] .. that this round verified."""
         ...
-
-    def select(self, rows: Tensor) -> None: ...
 
     def settings(self) -> dict[str, Any]: ...
 
@@ -71,13 +76,12 @@ class DraftProposer:
         stays exact, since the inputs of the last pass are a function of the context.
         """
         if refinement_passes < 0:
-            raise UserError(f"decoder.speculative.build.refinement_passes={refinement_passes} must be at least 0")
+            raise UserError(f"decoder.speculative.refinement_passes={refinement_passes} must be at least 0")
         self.draft, self.refinement_passes = draft, refinement_passes
         self.head = draft.markov_head if sequential_head else None
         self.num_drafts = draft.config.num_drafts
         self.tap_ids = draft.config.target_layer_ids
         self.max_positions = draft.config.transformer.max_position_embeddings
-        self._cache: PositionCache = draft.new_cache()
 
     @property
     def plain(self) -> bool:
@@ -89,88 +93,85 @@ class DraftProposer:
         own = {"drafts": self.num_drafts, "sequential_head": head if self.head is not None else None}
         return own | ({"refinement_passes": self.refinement_passes} if self.refinement_passes else {})
 
-    def begin(self, features_BLF: Tensor) -> None:
-        self._cache = self.draft.new_cache()
-        self.extend(features_BLF, [0] * features_BLF.shape[0])
+    def start(self, features_BLF: Tensor) -> PositionCache:
+        cache = self.draft.new_cache()
+        self.extend(cache, features_BLF, [0] * features_BLF.shape[0])
+        return cache
 
-    def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
+    def extend(self, memory: PositionCache, features_BLF: Tensor, start_B: Sequence[int]) -> None:
         with span("draft context"):
-            self.draft.extend(features_BLF, start_B=start_B, cache=self._cache)
+            self.draft.extend(features_BLF, start_B=start_B, cache=memory)
 
-    def select(self, rows: Tensor) -> None:
-        self._cache.select(rows)
-
-    def _block(self, ids_BK: Tensor, start_B: Sequence[int]) -> Tensor:
+    def _block(self, cache: PositionCache, ids_BK: Tensor, start_B: Sequence[int]) -> Tensor:
         """Drafter states [B, J, D] of the slots that draft."""
         config, device = self.draft.config, ids_BK.device
         K = config.block_size
-        start = torch.tensor(start_B, device=device)
-        self._cache.at(start_B, K)
+        start, window = torch.tensor(start_B, device=device), cache.window(start_B, K)
         mask = None  # a single row sees all that its cache holds: context up to the anchor, then its block
         if len(start_B) > 1:
             predicate = masks.draft_blocks(start[:, None], start, block=K)
-            mask = masks.dense(predicate, batch=len(start_B), queries=K, keys=self._cache.end, device=device)
+            mask = masks.dense(predicate, batch=len(start_B), queries=K, keys=window.end, device=device)
         positions = start[:, None] + torch.arange(K, device=device)
-        hidden = self.draft(ids_BK, positions, mask=mask, cache=self._cache)
+        hidden = self.draft(ids_BK, positions, mask=mask, window=window)
         return hidden[:, config.first_slot :]
 
-    def _pass(self, ids_BK: Tensor, start_B: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _pass(self, cache: PositionCache, ids_BK: Tensor, start_B: Sequence[int]) -> tuple[Tensor, Tensor]:
         with span("draft"):
-            hidden = self._block(ids_BK, start_B)
+            hidden = self._block(cache, ids_BK, start_B)
         with span("draft LM head"):
             return hidden, lm_logits(self.draft.lm_head, hidden)
 
     def propose(
         self,
-        history: Sequence[Sequence[int]],
+        memory: PositionCache,
+        text_B: Sequence[Sequence[int]],
         *,
-        sampling: Sampling,
+        samplings: SamplingBatch,
         uniform_BJ: Tensor | None,
         confidence: bool,
     ) -> Proposal:
         device = self.draft.fc.weight.device
-        anchor = torch.tensor([row[-1] for row in history], device=device)
-        starts = [len(row) - 1 for row in history]
+        anchor = torch.tensor([text[-1] for text in text_B], device=device)
+        starts = [len(text) - 1 for text in text_B]
         ids = self.draft.block_ids(anchor[:, None])
-        hidden, logits = self._pass(ids, starts)
+        hidden, logits = self._pass(memory, ids, starts)
         for _ in range(self.refinement_passes):
-            guess, _ = self._tokens(anchor, hidden, logits, sampling, None)
+            guess, _ = self._tokens(anchor, hidden, logits, samplings, None)
             ids = torch.cat([anchor[:, None], guess[:, : ids.shape[1] - 1]], 1)  # position p holds p's own guess
-            hidden, logits = self._pass(ids, starts)
+            hidden, logits = self._pass(memory, ids, starts)
         with span("sampling" if self.head is None else "sequential head"):
-            tokens, probs = self._tokens(anchor, hidden, logits, sampling, uniform_BJ)
+            tokens, probs = self._tokens(anchor, hidden, logits, samplings, uniform_BJ)
         logit = None
         if confidence:
             with span("confidence head"):
                 logit = self.draft.confidence(torch.cat([anchor[:, None], tokens[:, :-1]], 1), hidden)
         count = torch.full_like(anchor, self.num_drafts)
-        return Proposal(tokens, count, probs, logit)
+        return Proposal(tokens, count, probs, logit, passes=1 + self.refinement_passes)
 
     def _tokens(
         self,
         anchor_B: Tensor,
         hidden_BJD: Tensor,
         logits_BJV: Tensor,
-        sampling: Sampling,
+        samplings: SamplingBatch,
         uniform_BJ: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         def choose(logits: Tensor, at: Any) -> tuple[Tensor, Tensor | None]:
             if uniform_BJ is None:
                 return logits.argmax(-1), None
-            probs = sampling.probs(logits)
+            probs = samplings.probs(logits)
             return draw(probs, uniform_BJ[:, at]), probs
 
         if self.head is None:
             return choose(logits_BJV, slice(None))
-        tokens, laws, previous, state = [], [], anchor_B, None
+        tokens, drawn_from, previous, state = [], [], anchor_B, None
         w2_RV = self.head.markov_w2.weight.T
         for k, (hidden, logits) in enumerate(zip(hidden_BJD.unbind(1), logits_BJV.unbind(1), strict=True)):
             code, state = self.head.step(previous, hidden, state)
-            previous, law = choose(torch.addmm(logits, code, w2_RV), k)
+            previous, probs = choose(torch.addmm(logits, code, w2_RV), k)
             tokens.append(previous)
-            laws.append(law)
-        stacked = torch.stack(tokens, 1)
-        return stacked, None if uniform_BJ is None else torch.stack([law for law in laws if law is not None], 1)
+            drawn_from += [] if probs is None else [probs]
+        return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None
 
 
 class NGrams:
@@ -202,30 +203,27 @@ class PromptLookupProposer:
         self.num_drafts, self.max_ngram, self._device = num_drafts, max_ngram, device
         self.tap_ids: tuple[int, ...] = ()
         self.max_positions: int | None = None
-        self._ngrams: list[NGrams] = []  # of each row
 
     def settings(self) -> dict[str, Any]:
         return {"drafts": self.num_drafts, "max_ngram": self.max_ngram}
 
-    def begin(self, features_BLF: Tensor) -> None:
-        self._ngrams = [NGrams(self.max_ngram) for _ in range(len(features_BLF))]
+    def start(self, features_BLF: Tensor) -> PerRow[NGrams]:
+        return PerRow(NGrams(self.max_ngram) for _ in range(len(features_BLF)))
 
-    def extend(self, features_BLF: Tensor, start_B: Sequence[int]) -> None:
+    def extend(self, memory: PerRow[NGrams], features_BLF: Tensor, start_B: Sequence[int]) -> None:
         pass
-
-    def select(self, rows: Tensor) -> None:
-        self._ngrams = [self._ngrams[i] for i in rows.tolist()]
 
     def propose(
         self,
-        history: Sequence[Sequence[int]],
+        memory: PerRow[NGrams],
+        text_B: Sequence[Sequence[int]],
         *,
-        sampling: Sampling,
+        samplings: SamplingBatch,
         uniform_BJ: Tensor | None,
         confidence: bool,
     ) -> Proposal:
         with span("lookup"):
-            found = [own.following(row, self.num_drafts) for own, row in zip(self._ngrams, history, strict=True)]
+            found = [ngrams.following(text, self.num_drafts) for ngrams, text in zip(memory, text_B, strict=True)]
         padded = [f + [0] * (self.num_drafts - len(f)) for f in found]
         count = torch.tensor([len(f) for f in found], device=self._device)
         return Proposal(torch.tensor(padded, device=self._device), count)

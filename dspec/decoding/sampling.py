@@ -39,13 +39,15 @@ class Sampling:
         return asdict(self)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The law tokens are drawn from [..., V], in float32 at least; only for temperature > 0."""
+        """The distribution that tokens are drawn from [..., V], in float32 at least; greedy: all on the best token."""
         rows = logits.reshape(-1, logits.shape[-1])
-        laws = [self._probs(rows[part]) for part in row_chunks(*rows.shape)]
-        return (laws[0] if len(laws) == 1 else torch.cat(laws)).view(logits.shape)
+        probs = [self._probs(rows[part]) for part in row_chunks(*rows.shape)]
+        return (probs[0] if len(probs) == 1 else torch.cat(probs)).view(logits.shape)
 
     def _probs(self, logits: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.greedy:
+            return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1)
         probs = (wide if self.temperature == 1 else wide / self.temperature).softmax(-1)
         if self.top_p == 1:
             return probs
@@ -53,6 +55,37 @@ class Sampling:
         outside = ranked.cumsum(-1) - ranked >= self.top_p
         kept = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(outside, 0))
         return kept / kept.sum(-1, keepdim=True)
+
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0)
+
+
+class SamplingBatch:
+    """The samplings of a batch's rows."""
+
+    def __init__(self, samplings: Sequence[Sampling]) -> None:
+        self._samplings = list(samplings)
+        self._alike = all(sampling == samplings[0] for sampling in samplings)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all rows are; among rows that are sampled a greedy one is drawn from a point mass."""
+        return all(sampling.greedy for sampling in self._samplings)
+
+    def __len__(self) -> int:
+        return len(self._samplings)
+
+    def probs(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+        """`Sampling.probs` of logits [n, ..., V] that belong to these n rows (None: to all, in order)."""
+        if self._alike:
+            return self._samplings[0].probs(logits)
+        groups: dict[Sampling, list[int]] = {}
+        for i, row in enumerate(range(len(self)) if rows is None else rows):
+            groups.setdefault(self._samplings[row], []).append(i)
+        probs = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
+        for sampling, members in groups.items():
+            probs[members] = sampling.probs(logits[members])
+        return probs
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
@@ -85,15 +118,25 @@ class Streams:
     def take(self, count: int) -> Tensor:
         """The next `count` uniforms of each row [B, count], float64 where the device has it."""
         if self._buffer.shape[1] < count:
-            size = max(count, _REFILL)
-            fresh = [torch.rand(size, generator=g, dtype=self._dtype) for g in self._generators]
-            self._buffer = torch.cat([self._buffer, torch.stack(fresh).to(self._device)], 1)
+            self._refill(max(count, _REFILL))
         taken, self._buffer = self._buffer[:, :count], self._buffer[:, count:]
         return taken
 
-    def select(self, rows: Tensor) -> None:
-        self._generators = [self._generators[i] for i in rows.tolist()]
-        self._buffer = self._buffer[rows]
+    def _refill(self, size: int) -> None:
+        if size > 0:
+            fresh = [torch.rand(size, generator=g, dtype=self._dtype) for g in self._generators]
+            self._buffer = torch.cat([self._buffer, torch.stack(fresh).to(self._device)], 1)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._generators = [self._generators[i] for i in rows]
+        self._buffer = self._buffer[torch.tensor(rows, dtype=torch.long)]
+
+    def join(self, other: "Streams") -> None:
+        """Takes the other's rows behind its own; each goes on where it is."""
+        for one, more in ((self, other), (other, self)):
+            one._refill(more._buffer.shape[1] - one._buffer.shape[1])
+        self._generators += other._generators
+        self._buffer = torch.cat([self._buffer, other._buffer])
 
 
 def verify_greedy(draft_BJ: Tensor, count_B: Tensor, logits_BJV: Tensor) -> tuple[Tensor, Tensor]:

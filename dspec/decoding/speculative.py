@@ -1,26 +1,26 @@
 """Speculative decoding: draft a block, verify it in one target pass, keep the accepted prefix and one more token.
 
-Greedy output equals greedy autoregressive decoding token for token; sampled output has the target's law exactly
-(rejection sampling, sampling.py). With a confidence threshold a round sends only the leading slots whose confidence
-reaches it: slot k's confidence reads draft tokens before k only, so the output law is unchanged.
+Greedy output equals greedy autoregressive decoding token for token; sampled output has the target's distribution
+exactly (rejection sampling, sampling.py). A policy says how much of each draft is verified (verification.py).
 
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspec.calibration.sts import Calibration, calibrated_confidence
-from dspec.decoding.base import Ends, Generation, Limits, Prefill, prefill, record, rows_to_keep
+from dspec.decoding.base import Pass, Request, State, prefill
 from dspec.decoding.proposers import Proposal, Proposer
-from dspec.decoding.sampling import Sampling, row_chunks, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks, verify_greedy, verify_sampled
+from dspec.decoding.verification import VerificationPolicy
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
+
+_DRAFTER = "drafter"  # the proposer's part of the state
 
 
 class Speculative:
@@ -33,145 +33,103 @@ class Speculative:
         *,
         target: LanguageModel,
         proposer: Proposer,
-        sampling: Sampling,
-        confidence_threshold: float = 0.0,
-        calibration: Calibration | None = None,
+        policy: VerificationPolicy,
         record_confidence: bool = False,
     ) -> None:
-        """`confidence_threshold` 0 verifies every draft. `calibration` is used when it was fitted at this sampling,
-        else refused with a warning that names both settings; confidences then stay raw."""
-        if not 0 <= confidence_threshold < 1:
-            raise UserError(f"decoder.confidence_threshold={confidence_threshold} must lie in [0, 1)")
-        self.target, self.proposer, self.sampling = target, proposer, sampling
-        self.confidence_threshold, self.record_confidence = confidence_threshold, record_confidence
-        self.temperatures: tuple[float, ...] | None = None
-        if calibration is not None and confidence_threshold > 0:
-            if calibration.applies_to(sampling.temperature, sampling.top_p):
-                self.temperatures = calibration.temperatures
-            else:
-                warnings.warn(
-                    f"STS temperatures were fitted at temperature={calibration.temperature}, "
-                    f"top_p={calibration.top_p}; this decoder samples at temperature={sampling.temperature}, "
-                    f"top_p={sampling.top_p}: they are not used, confidences stay raw",
-                    stacklevel=2,
+        self.target, self.proposer, self.policy = target, proposer, policy
+        self.record_confidence = record_confidence
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        return sampling.to_dict() | self.proposer.settings() | self.policy.settings(sampling)
+
+    def start(self, requests: Sequence[Request]) -> State:
+        self._check_length(requests)
+        state, features_BLF = prefill(self.target, requests, taps=self.proposer.tap_ids)
+        with span("prefill"):
+            state.parts[_DRAFTER] = self.proposer.start(features_BLF)
+        return state
+
+    def _check_length(self, requests: Sequence[Request]) -> None:
+        room = self.proposer.max_positions
+        for request in requests:
+            if room is not None and len(request.ids) + request.max_new_tokens > room:
+                raise UserError(
+                    f"a prompt of {len(request.ids)} tokens and max_new_tokens={request.max_new_tokens} exceed the "
+                    f"drafter's {room} positions; shorten the prompt, lower max_new_tokens, or take a drafter trained "
+                    "for longer texts"
                 )
 
-    def settings(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"confidence_threshold": self.confidence_threshold}
-        if self.confidence_threshold:
-            own["sts"] = self.temperatures is not None
-        return self.sampling.to_dict() | self.proposer.settings() | own
-
-    @torch.inference_mode()
-    def decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        seeds: Sequence[int],
-        ends: Ends | None = None,
-    ) -> list[Generation]:
-        limits = Limits(max_new_tokens=max_new_tokens, stop_ids=stop_ids, ends=ends)
-        self._check_length(max(map(len, prompts), default=0), max_new_tokens)
-        self.target.tap(self.proposer.tap_ids)
-        state = prefill(self.target, prompts, sampling=self.sampling, limits=limits, seeds=seeds)
-        live = list(state.generations)
-        history = [[*prompt, anchor] for prompt, anchor in zip(prompts, state.anchors_B, strict=True)]
-        with span("prefill"):
-            self.proposer.begin(state.features_BLF)
-        while any(not g.done(limits) for g in live):
-            if (keep := rows_to_keep([not g.done(limits) for g in live])) is not None:
-                rows = torch.tensor(keep, device=self.target.device)
-                for part in (state.cache, state.streams, self.proposer):
-                    part.select(rows)
-                live, history = [live[i] for i in keep], [history[i] for i in keep]
-            self._round(state, live, history, limits)
-        return state.generations
-
-    def _check_length(self, prompt: int, new: int) -> None:
-        room = self.proposer.max_positions
-        if room is not None and prompt + new > room:
-            raise UserError(
-                f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the drafter's {room} positions; shorten "
-                "the prompt, lower max_new_tokens, or take a drafter trained for longer texts"
-            )
-
-    def _round(
-        self,
-        state: Prefill,
-        live: list[Generation],
-        history: list[list[int]],
-        limits: Limits,
-    ) -> None:
-        J, greedy = self.proposer.num_drafts, self.sampling.greedy
-        uniform = None if greedy else state.streams.take(2 * J + 1)
+    def step(self, state: State) -> None:
+        # 1. draft: J tokens behind each row's anchor, of which the policy sends count_B[b] to verification
+        J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]
+        uniform = None if samplings.greedy else state.streams.take(2 * J + 1)
         proposal = self.proposer.propose(
-            history,
-            sampling=self.sampling,
+            memory,
+            [row.text for row in state.rows],
+            samplings=samplings,
             uniform_BJ=None if uniform is None else uniform[:, :J],
-            confidence=self.record_confidence or self.confidence_threshold > 0,
+            confidence=self.record_confidence or self.policy.reads_confidence,
         )
-        if self.confidence_threshold > 0:
-            self._truncate(proposal)
-        counts = proposal.count_B.tolist()
+        count_B = self.policy(proposal, [row.request.sampling for row in state.rows])
+        counts = count_B.tolist()
         sent = max(counts)  # the pass is as wide as the longest row's draft
         draft = proposal.tokens_BJ[:, :sent]
-        anchor = torch.tensor([row[-1] for row in history], device=draft.device)[:, None]
-        starts = [len(row) - 1 for row in history]
+
+        # 2. verify: anchor and drafts in one pass of the target
+        anchor, starts = torch.tensor([row.text[-1] for row in state.rows], device=draft.device)[:, None], state.starts
         with span("target"):
-            output = self.target(torch.cat([anchor, draft], 1), start_B=starts, cache=state.cache)
+            output = self.target(
+                torch.cat([anchor, draft], 1), start_B=starts, cache=state.cache, taps=self.proposer.tap_ids
+            )
         with span("target LM head"):
             logits = self.target.logits(output.hidden_BLD)
         with span("sampling"):
             if uniform is None:
-                accepted, following = verify_greedy(draft, proposal.count_B, logits)
+                accepted, bonus_token = verify_greedy(draft, count_B, logits)
             else:
-                laws = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
+                probs = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
                 uniforms = uniform[:, J : J + sent], uniform[:, 2 * J]
-                accepted, following = self._verify_sampled(draft, proposal.count_B, laws, logits, *uniforms)
+                accepted, bonus_token = _verify_sampled(draft, count_B, probs, logits, samplings, *uniforms)
+
+        # 3. commit: the accepted drafts and the token behind them
         with span("bookkeeping"):
-            lengths, drafts = accepted.tolist(), draft.tolist()
-            confidence = None
-            if proposal.confidence_BJ is not None and self.record_confidence:
-                confidence = proposal.confidence_BJ.tolist()
-            active = [not g.done(limits) for g in live]
-            for i, token in enumerate(following.tolist()):
-                live[i].positions_computed += sent + 1
-                if active[i]:
-                    trace = tuple(confidence[i][: counts[i]]) if confidence is not None else ()
-                    record(live[i], drafts[i][: counts[i]], lengths[i], token, trace, limits)
-                    history[i].extend([*drafts[i][: lengths[i]], token])
-        # only positions of rows that moved on may be overwritten: finished rows stay where they are
-        self.proposer.extend(output.features_BLF[:, : max(lengths) + 1], starts)
+            lengths, tokens = accepted.tolist(), draft.tolist()
+            confidence = self._recorded(proposal, counts)
+            for i, (row, token) in enumerate(zip(state.rows, bonus_token.tolist(), strict=True)):
+                if row.done:
+                    row.generation.idle_positions += sent + 1
+                    continue
+                row.generation.passes += [Pass("draft")] * proposal.passes
+                drafts = tokens[i][: counts[i]]
+                row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=sent + 1)
 
-    def _verify_sampled(
-        self,
-        draft_BJ: Tensor,
-        count_B: Tensor,
-        draft_probs_BJV: Tensor | None,
-        logits_BJV: Tensor,
-        uniform_BJ: Tensor,
-        uniform_B: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Some rows at a time: the target's laws of a whole batch would take many times the logits' memory."""
-        B, positions, V = logits_BJV.shape
-        parts = []
-        for at in row_chunks(B, positions * V):
-            laws = None if draft_probs_BJV is None else draft_probs_BJV[at]
-            target_laws = self.sampling.probs(logits_BJV[at])
-            parts.append(verify_sampled(draft_BJ[at], count_B[at], laws, target_laws, uniform_BJ[at], uniform_B[at]))
-        accepted, following = zip(*parts, strict=True)
-        return torch.cat(accepted), torch.cat(following)
+        # 4. the drafter reads the target's features of what was verified; only places of rows that moved on may be
+        # overwritten: finished rows stay where they are
+        self.proposer.extend(memory, output.features_BLF[:, : max(lengths) + 1], starts)
 
-    def _truncate(self, proposal: Proposal) -> None:
-        """Shortens each row's draft to the leading slots whose confidence reaches the threshold."""
-        logits = proposal.confidence_BJ
-        if logits is None:
-            raise UserError("decoder.confidence_threshold needs a drafter with a confidence head")
-        if self.temperatures is not None:
-            confidence = calibrated_confidence(logits, torch.tensor(self.temperatures, dtype=logits.dtype))
-        else:
-            confidence = torch.sigmoid(logits)
-        sure: Tensor = confidence >= self.confidence_threshold
-        proposal.count_B = torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))
+    def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[tuple[float, ...]]:
+        if proposal.confidence_BJ is None or not self.record_confidence:
+            return [()] * len(counts)
+        return [tuple(row[:count]) for row, count in zip(proposal.confidence_BJ.tolist(), counts, strict=True)]
+
+
+def _verify_sampled(
+    draft_BJ: Tensor,
+    count_B: Tensor,
+    draft_probs_BJV: Tensor | None,
+    logits_BJV: Tensor,
+    samplings: SamplingBatch,
+    uniform_BJ: Tensor,
+    uniform_B: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Some rows at a time: the target's distributions of a whole batch would take many times the logits' memory."""
+    B, positions, V = logits_BJV.shape
+    parts = []
+    for at in row_chunks(B, positions * V):
+        draft_probs = None if draft_probs_BJV is None else draft_probs_BJV[at]
+        target_probs = samplings.probs(logits_BJV[at], range(B)[at])
+        parts.append(
+            verify_sampled(draft_BJ[at], count_B[at], draft_probs, target_probs, uniform_BJ[at], uniform_B[at])
+        )
+    accepted, bonus_token = zip(*parts, strict=True)
+    return torch.cat(accepted), torch.cat(bonus_token)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from dspec.attention.masks import Predicate
 from dspec.models.language_model import LanguageModel
 
 
@@ -23,7 +24,7 @@ class Teacher(Protocol):
         ...
 
     def __call__(
-        self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Tensor, student_BLD: Tensor
+        self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Predicate, student_BLD: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [B, L, D] and the head [V, D]; `student_BLD` is what the student's pass gave."""
         ...
@@ -39,7 +40,7 @@ class StopGradientTeacher(nn.Module):
         pass
 
     def forward(
-        self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Tensor, student_BLD: Tensor
+        self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Predicate, student_BLD: Tensor
     ) -> tuple[Tensor, Tensor]:
         return student_BLD.detach(), target.lm_head.weight.detach()
 
@@ -65,7 +66,7 @@ class Frozen(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Tensor, student_BLD: Tensor
+        self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Predicate, student_BLD: Tensor
     ) -> tuple[Tensor, Tensor]:
         weights = self._weights()
         output = functional_call(target, weights, (ids_BL,), {"positions_BL": positions_BL, "mask": mask})

@@ -26,11 +26,7 @@ class ARBase(Method):
         target.model.requires_grad_(True)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        B, L = batch.ids_BL.shape
-        mask = None
-        if batch.document_BL is not None:
-            predicate = masks.document_causal(batch.document_BL)
-            mask = masks.dense(predicate, batch=B, queries=L, keys=L, device=batch.ids_BL.device)
+        mask = None if batch.document_BL is None else masks.document_causal(batch.document_BL)
         hidden = self.target(batch.ids_BL, positions_BL=batch.positions_BL, mask=mask).hidden_BLD
         chosen = batch.loss_BL[:, 1:]
         label_P = batch.ids_BL[:, 1:][chosen]

@@ -85,9 +85,8 @@ class DFlash(Method):
         raise UserError("method=dflash trains a drafter without heads: take draft=dflash, or method=dspark")
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        self.target.tap(self.draft.config.target_layer_ids)  # a decoder may have tapped others in between
         with torch.no_grad():
-            output = self.target(batch.ids_BL)
+            output = self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
         anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generators=generators)
         return self.loss_at(batch, output, anchor_BN, valid_BN)
 

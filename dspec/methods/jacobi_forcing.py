@@ -172,15 +172,10 @@ class JacobiForcing(Method):
     def loss_at(self, batch: TrajectoryBatch, chosen_N: Tensor) -> LossOutput:
         """The loss with given states in the noisy copies."""
         ids_BL = batch.with_states(chosen_N)
-        B, L = ids_BL.shape
         positions, document = batch.positions_BL, batch.document_BL
         if positions is None or document is None:
             raise UserError("a packed row needs positions and documents")
-        predicate = masks.noise_conditioned(document, batch.block_BL, batch.noisy_BL, window=self.window)
-        mask = masks.additive(
-            masks.dense(predicate, batch=B, queries=L, keys=L, device=ids_BL.device), self.target.dtype
-        )
-        self.target.tap(())
+        mask = masks.noise_conditioned(document, batch.block_BL, batch.noisy_BL, window=self.window)
         hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
         teacher, teacher_head = self.teacher(self.target, ids_BL, positions_BL=positions, mask=mask, student_BLD=hidden)
         weight_BL, total = self.normalisation(batch)

@@ -1,107 +1,113 @@
-"""A key/value cache indexed by position, so that rows of a batch may stand at different lengths.
+"""Keys and values of a batch whose rows may stand at different lengths.
 
-The key of the token at position p lies at index p in its row. Rejected draft tokens need no cropping: the next
-forward pass starts at the row's own length and overwrites them, and no mask lets a query see a key beyond it.
-So a batch gives what single rows give, and there are neither holes nor padding on the left.
+A row is a line of places; a forward pass writes the places from a given start on, in every row its own (`window`).
+What was written for rejected draft tokens needs no removal: the next pass starts at the row's own length and
+overwrites it, and no mask lets a query see a place beyond. So a batch gives what single rows give, and there are
+neither holes nor padding on the left. For a plain text the place is the position; where several tokens stand at the
+same position (candidates side by side) or positions are not contiguous, places are the order of computation.
 
-Legend: B = batch, H = key/value heads, C = capacity, L = new positions, D = head width.
+Legend: B = batch, H = key/value heads, C = capacity, L = new places, D = head width.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch.nn.functional import pad
 
-_CHUNK = 256  # the buffers grow in steps of this many positions
+_CHUNK = 256  # the buffers grow in steps of this many places
 
 
-class _Window:
-    """Where the next update writes: row b's new keys go to start[b] .. start[b] + length - 1."""
+class Layer:
+    """Buffers [B, H, C, D] of one layer's keys and values; none before the first write."""
 
     def __init__(self) -> None:
-        self.first = 0
-        self.end = 0
-        self.rows: tuple[Tensor, Tensor] | None = None  # (row, position) of each write; None: all rows alike
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
+    def room(self, key: Tensor, value: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+        """The buffers, with at least `needed` places; `key` and `value` [B, H, L, D] say of which kind."""
+        if self.keys is None or self.values is None:
+            (batch, heads, _, width), last = key.shape, value.shape[-1]
+            self.keys, self.values = key.new_zeros(batch, heads, 0, width), value.new_zeros(batch, heads, 0, last)
+        if needed > (capacity := self.keys.shape[2]):
+            self.grow(-(-max(needed - capacity, capacity // 2) // _CHUNK) * _CHUNK)
+        return self.keys, self.values
 
-class _PositionLayer(CacheLayerMixin):
-    is_sliding = False
-
-    def __init__(self, window: _Window) -> None:
-        super().__init__()
-        self.window = window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        batch, heads, _, width = key_states.shape
-        self.keys = key_states.new_zeros(batch, heads, 0, width)
-        self.values = value_states.new_zeros(batch, heads, 0, value_states.shape[-1])
-        self.is_initialized = True
-
-    def _grow(self, needed: int) -> None:
-        capacity = self.keys.shape[2]
-        if needed > capacity:
-            extra = -(-max(needed - capacity, capacity // 2) // _CHUNK) * _CHUNK
-            self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
-            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Writes [B, H, L, D] at the window and returns views [B, H, end, D] of all that is held."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        window = self.window
-        self._grow(window.end)
-        if window.rows is None:
-            self.keys[:, :, window.first : window.end] = key_states
-            self.values[:, :, window.first : window.end] = value_states
-        else:
-            b, positions = window.rows
-            self.keys[b, :, positions] = key_states.transpose(1, 2)
-            self.values[b, :, positions] = value_states.transpose(1, 2)
-        return self.keys[:, :, : window.end], self.values[:, :, : window.end]
+    def grow(self, places: int) -> None:
+        if self.keys is not None and self.values is not None and places > 0:
+            self.keys, self.values = pad(self.keys, (0, 0, 0, places)), pad(self.values, (0, 0, 0, places))
 
     def select(self, rows: Tensor) -> None:
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def get_seq_length(self) -> int:
-        return 0  # positions are always given, never inferred
+    def join(self, other: "Layer") -> None:
+        if self.keys is None or self.values is None or other.keys is None or other.values is None:
+            raise ValueError("caches can be joined once a pass has written both")
+        more = other.keys.shape[2] - self.keys.shape[2]
+        self.grow(more)
+        other.grow(-more)
+        self.keys, self.values = torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values])
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.window.end, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:  # the name of the same in transformers 5.17
-        return -1
+    def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
+        """Copies the places `source` to `goal`, one pair after `rows` each."""
+        if self.keys is not None and self.values is not None:
+            for held in (self.keys, self.values):
+                held[rows, :, goal] = held[rows, :, source]
 
 
-class PositionCache(Cache):
-    """Cache for any transformers decoder and for our drafts; `at(...)` says where the next forward pass writes."""
+class Window:
+    """Where one forward pass writes: places start_B[b] .. start_B[b] + length - 1 of row b.
+
+    Layers take it as their `past_key_values`: `update` is all that transformers' attention asks of a cache.
+    """
+
+    def __init__(self, layers: Sequence[Layer], start_B: Sequence[int], length: int) -> None:
+        self._layers = layers
+        self.first, self.end = start_B[0], max(start_B) + length  # queries see the places before `end`
+        self._rows: tuple[Tensor, Tensor] | None = None  # (row, place) of each write; None: all rows alike
+        if any(start != self.first for start in start_B):
+            place = torch.tensor(start_B)[:, None] + torch.arange(length)
+            self._rows = torch.arange(len(start_B))[:, None], place
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Writes [B, H, L, D]; views [B, H, end, D] of what the layer holds."""
+        keys, values = self._layers[layer].room(key, value, self.end)
+        if self._rows is None:
+            keys[:, :, self.first : self.end] = key
+            values[:, :, self.first : self.end] = value
+        else:
+            b, place = self._rows
+            keys[b, :, place] = key.transpose(1, 2)
+            values[b, :, place] = value.transpose(1, 2)
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+
+class PositionCache:
+    """Keys and values of all layers. It holds no state of a pass: each pass has its own window."""
 
     def __init__(self, layers: int) -> None:
-        self._window = _Window()
-        super().__init__(layers=[_PositionLayer(self._window) for _ in range(layers)])
+        self.layers = [Layer() for _ in range(layers)]
 
-    def at(self, start_B: Sequence[int], length: int) -> "PositionCache":
-        """The next forward pass computes `length` positions from start_B[b] on in row b."""
-        window = self._window
-        window.first, window.end, window.rows = start_B[0], max(start_B) + length, None
-        if any(start != window.first for start in start_B):
-            start = torch.tensor(start_B)[:, None]
-            window.rows = torch.arange(len(start_B))[:, None], start + torch.arange(length)
-        return self
+    def window(self, start_B: Sequence[int], length: int) -> Window:
+        """For a forward pass that computes `length` places from start_B[b] on in row b."""
+        return Window(self.layers, start_B, length)
 
-    @property
-    def end(self) -> int:
-        """Number of key positions that the next attention sees (the longest row's)."""
-        return self._window.end
-
-    def select(self, rows: Tensor) -> None:
-        """Keeps the rows named by `rows` (indices), in that order."""
+    def select(self, rows: Sequence[int]) -> None:
+        """Keeps the rows with these indices, in that order."""
         for layer in self.layers:
-            layer.select(rows)
+            if layer.keys is not None:
+                layer.select(torch.tensor(rows, dtype=torch.long, device=layer.keys.device))
+
+    def join(self, other: "PositionCache") -> None:
+        """Takes the other's rows behind its own."""
+        for layer, more in zip(self.layers, other.layers, strict=True):
+            layer.join(more)
+
+    def move(self, rows: Sequence[int], source: Sequence[int], goal: Sequence[int]) -> None:
+        """In each row named, copies one place to another: what was computed beside its place comes to stand there."""
+        if rows:
+            indices = [torch.tensor(part) for part in (rows, source, goal)]
+            for layer in self.layers:
+                layer.move(*indices)

@@ -103,7 +103,7 @@ def from_pretrained(folder: str | Path, *, target: LanguageModel, layout: str | 
     config = parse_config(raw, folder=folder, layout=layout)
     tensors = _read_tensors(folder)
     _check_fits(config, tensors, target, folder)
-    target.tap(config.target_layer_ids)
+    target.check_taps(config.target_layer_ids)
     draft = Draft(
         config,
         embed_tokens=_shared(tensors.pop(_SHARED[0], None), target.embed_tokens),

@@ -26,7 +26,7 @@ from dspec.attention.attend import attend
 from dspec.attention.masks import Mask
 from dspec.calibration.sts import Calibration
 from dspec.errors import UserError
-from dspec.models.cache import PositionCache
+from dspec.models.cache import PositionCache, Window
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
 from dspec.models.language_model import LanguageModel
 from dspec.models.rotary import Rotary
@@ -215,9 +215,9 @@ class Draft(nn.Module):
         length = x.shape[1]
         start = torch.tensor(start_B, device=x.device)
         rotation = self._rotation(x, start[:, None] + torch.arange(length, device=x.device))
-        cache.at(start_B, length)
+        window = cache.window(start_B, length)
         for i, layer in enumerate(self._stack):
-            cache.update(*layer.self_attn.key_value(x, rotation), i)
+            window.update(*layer.self_attn.key_value(x, rotation), i)
 
     def block_ids(self, anchor_BN: Tensor) -> Tensor:
         """Block inputs [B, N * K]: each anchor token followed by mask tokens."""
@@ -232,12 +232,12 @@ class Draft(nn.Module):
         *,
         mask: Mask,
         features_BSF: Tensor | None = None,
-        cache: PositionCache | None = None,
+        window: Window | None = None,
     ) -> Tensor:
         """Hidden states after the final norm [B, Q, D] of block inputs.
 
-        Training passes the features of positions 0..S-1; decoding passes a cache that holds their keys and values
-        and is set (`cache.at`) to where the block goes. `mask` covers context keys, then block keys.
+        Training passes the features of positions 0..S-1; decoding passes the window of a cache that holds their keys
+        and values, where the block goes. `mask` covers context keys, then block keys.
         """
         x = self.embed_tokens(ids_BQ)
         rotation = self._rotation(x, positions_BQ)
@@ -249,8 +249,8 @@ class Draft(nn.Module):
         for i, layer in enumerate(self._stack):
             normed = layer.input_layernorm(x)
             k, v = layer.self_attn.key_value(normed, rotation)
-            if cache is not None:
-                k, v = cache.update(k, v, i)
+            if window is not None:
+                k, v = window.update(k, v, i)
             elif context is not None:
                 k_context, v_context = layer.self_attn.key_value(context, context_rotation)
                 k, v = torch.cat([k_context, k], 2), torch.cat([v_context, v], 2)
@@ -313,7 +313,7 @@ def build_draft(
     """
     source = target.model.config
     ids = tuple(target_layer_ids or default_target_layers(num_taps, num_layers=target.num_layers))
-    target.tap(ids)
+    target.check_taps(ids)
     geometry: dict[str, Any] = {
         "vocab_size": target.vocab_size,
         "hidden_size": source.hidden_size,

@@ -1,8 +1,8 @@
-"""The target: one class over a Hugging Face causal LM that gives hidden states, tapped features and logits.
+"""The language model: one class over a Hugging Face causal LM. "Target" and "base" are roles of it.
 
-Layer ids are 0-based decoder layers: id i is the output of layer i before the final norm. Features are read by
-forward hooks, since `output_hidden_states` changed its indices between transformers 5.17 and 5.23.
-This module knows no drafter and no decoder.
+A forward pass takes ids, positions, a mask predicate, a cache and the layers to tap, and gives hidden states and tapped
+features; nothing of it stays behind but what it wrote into the cache. Layer ids are 0-based decoder layers: id i is the
+output of layer i before the final norm. This module knows no drafter and no decoder.
 
 Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
 """
@@ -10,11 +10,11 @@ Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = voc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from dspec.atomic import restore
 from dspec.attention import masks
 from dspec.attention.attend import attend
+from dspec.attention.masks import Mask, Predicate
 from dspec.errors import UserError
-from dspec.models.cache import PositionCache
+from dspec.models.cache import PositionCache, Window
 from dspec.models.rotary import Rotary
 from dspec.spans import span
 
@@ -47,6 +48,9 @@ _LARGE_HEAD = 2**22  # weights; smaller heads take microseconds
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
+_FROM_TRANSFORMERS: Final = "from transformers"
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -54,12 +58,19 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    ours: Mask | Literal["from transformers"] = _FROM_TRANSFORMERS,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention call. Its own SDPA copies the key/value heads in every layer that has a mask."""
-    causal = attention_mask is None and query.shape[2] > 1
+    """transformers' attention call. Its own SDPA copies the key/value heads in every layer that has a mask.
+
+    `ours` is the mask of a forward pass of ours; transformers' generate, which gives none, means causal by None.
+    """
+    if isinstance(ours, str) and ours == _FROM_TRANSFORMERS:
+        mask: Mask = masks.CAUSAL if attention_mask is None and query.shape[2] > 1 else attention_mask
+    else:
+        mask = ours
     with span("attention"):
-        out = attend(query, key, value, attention_mask, scale=scaling, is_causal=causal)
+        out = attend(query, key, value, mask, scale=scaling)
     return out.transpose(1, 2), None
 
 
@@ -74,7 +85,7 @@ class ModelOutput:
 
 
 class LanguageModel(nn.Module):
-    """A causal LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen, unless a method trains it."""
+    """A decoder-only LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen until a method trains it."""
 
     def __init__(
         self,
@@ -107,9 +118,6 @@ class LanguageModel(nn.Module):
         self.tokenizer: Any = tokenizer  # None only where ids alone are decoded
         self.name = name
         self.mask_token_id = mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
-        self.tap_ids: tuple[int, ...] = ()
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._tapped: dict[int, Tensor] = {}
         if self.dtype == torch.float64:
             _norms_in_double(model)
 
@@ -145,24 +153,13 @@ class LanguageModel(nn.Module):
     def lm_head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
 
-    def tap(self, layer_ids: Sequence[int]) -> None:
-        """Reads the outputs of these decoder layers from now on; raises UserError for ids out of range."""
+    def check_taps(self, layer_ids: Sequence[int]) -> None:
+        """Raises UserError for ids of layers that the model does not have."""
         if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
             raise UserError(
                 f"target layer ids {bad} are out of range: {self.name!r} has layers 0..{self.num_layers - 1}; "
                 "set draft.target_layer_ids accordingly"
             )
-        for hook in self._hooks:
-            hook.remove()
-        self.tap_ids = tuple(layer_ids)
-        layers = self.model.get_decoder().layers
-        self._hooks = [layers[i].register_forward_hook(self._keep(i)) for i in set(layer_ids)]
-
-    def _keep(self, layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._tapped[layer] = output[0] if isinstance(output, tuple) else output
-
-        return hook
 
     def new_cache(self) -> PositionCache:
         return PositionCache(self.num_layers)
@@ -171,39 +168,49 @@ class LanguageModel(nn.Module):
         self,
         ids_BL: Tensor,
         *,
-        start_B: Sequence[int] | None = None,
-        cache: PositionCache | None = None,
         positions_BL: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Predicate | None = None,
+        cache: PositionCache | None = None,
+        start_B: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """One forward pass.
+        """One forward pass; of what it computes, only the cache's keys and values outlive it.
 
-        With a cache, row b's ids stand at positions start_B[b] .. and attend causally to all before them. Without
-        one, rows start at position 0 (right-padded; what comes after a row's end is garbage) unless `positions_BL`
-        and a boolean `mask` [B, 1, L, L] say otherwise.
+        With a cache, row b's keys and values are written to places start_B[b] .. (0 without `start_B`) and queries
+        attend to what is held before them, too. `mask` is a predicate over query numbers and places; None is causal.
+        `positions_BL` are what the rotary embedding sees, by default the places: they may repeat and have gaps. Rows
+        are padded on the right, and what a pass gives behind a row's end is garbage. `taps` names the layers whose
+        outputs become the features.
         """
         B, L = ids_BL.shape
-        if cache is not None:
-            starts = list(start_B) if start_B is not None else [0] * B
-            cache.at(starts, L)
-            start = torch.tensor(starts, device=ids_BL.device)
-            positions_BL = start[:, None] + torch.arange(L, device=ids_BL.device)
-            # no mask is the fast kernel: one query on top of its own row sees all keys, and a pass from position 0 in
-            # all rows is plainly causal, since what lies behind a row's end is never read
-            if any(starts) and (L > 1 or B > 1):
-                mask = masks.dense(masks.causal(start), batch=B, queries=L, keys=cache.end, device=ids_BL.device)
-                mask = masks.additive(mask, self.dtype)
-        output = self.model.get_decoder()(
-            input_ids=ids_BL,
-            attention_mask=mask,
-            position_ids=positions_BL,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
-        hidden = output.last_hidden_state
-        parts = [self._tapped[i] for i in self.tap_ids]
-        self._tapped.clear()
-        return ModelOutput(hidden, torch.cat(parts, -1) if parts else hidden[..., :0])
+        starts, device = list(start_B) if start_B is not None else [0] * B, ids_BL.device
+        if positions_BL is None:
+            positions_BL = torch.arange(L, device=device)[None]
+            if any(starts):
+                positions_BL = positions_BL + torch.tensor(starts, device=device)[:, None]
+        window = cache.window(starts, L) if cache is not None else None
+        added = None if torch.is_autocast_enabled(device.type) else self.dtype
+        if mask is None:
+            physical = masks.build_causal(starts, queries=L, device=device, added=added)
+        else:
+            keys = L if window is None else window.end
+            flex = window is None and device.type == "cuda"  # caches grow: each length would compile anew
+            physical = masks.build(mask, batch=B, queries=L, keys=keys, device=device, added=added, flex=flex)
+        return self._layers(ids_BL, positions_BL, physical, window, taps)
+
+    def _layers(
+        self, ids_BL: Tensor, positions_BL: Tensor, mask: Mask, window: Window | None, taps: Sequence[int]
+    ) -> ModelOutput:
+        decoder = self.model.get_decoder()
+        x_BLD = decoder.embed_tokens(ids_BL)
+        rotation = decoder.rotary_emb(x_BLD, positions_BL)
+        tapped: dict[int, Tensor] = {}
+        for i, layer in enumerate(decoder.layers):
+            x_BLD = layer(x_BLD, position_embeddings=rotation, past_key_values=window, ours=mask)
+            if i in taps:
+                tapped[i] = x_BLD
+        features = torch.cat([tapped[i] for i in taps], -1) if taps else x_BLD[..., :0]
+        return ModelOutput(decoder.norm(x_BLD), features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return lm_logits(self.lm_head, hidden)

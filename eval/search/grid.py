@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.base import Decoder, Generation, Request, decode
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
-from dspec.decoding.sampling import Sampling
+from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
@@ -37,7 +37,6 @@ from eval.search.settings import SearchSettings
 from eval.search.tables import Point, plot, show, verdict
 
 log = logging.getLogger(__name__)
-GREEDY = Sampling(temperature=0.0, top_p=1.0)
 Prompt = tuple[Benchmark, Item, list[int]]
 
 
@@ -52,8 +51,8 @@ class Search:
         roofline = measure_roofline(
             target.device, target.dtype, stream_mb=self.settings.stream_mb, matrix=self.settings.matrix
         )
-        decoders: list[Decoder] = [Autoregressive(target=target, sampling=GREEDY)]
-        decoders += [Jacobi(target=target, sampling=GREEDY, plan=plan) for plan in self.plans]
+        decoders: list[Decoder] = [Autoregressive(target=target)]
+        decoders += [Jacobi(target=target, config=plan) for plan in self.plans]
         results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
         right: list[list[bool]] = [[] for _ in decoders]
         with Meter("search") as meter:
@@ -84,15 +83,15 @@ class Search:
         """The answer, its seconds and the headline verdict, if the benchmark has one."""
         benchmark, item, ids = prompt
         strings = StopStrings(target.tokenizer, benchmark.stop)
-        decode = partial(
-            decoder.decode,
-            [ids],
+        asked = Request(
+            ids=ids,
+            sampling=GREEDY,
             max_new_tokens=benchmark.max_new_tokens,
             stop_ids=target.stop_ids,
-            seeds=[prompt_seed(seed, item.id)],
-            ends=strings if benchmark.stop else None,
+            seed=prompt_seed(seed, item.id),
+            should_stop=strings if benchmark.stop else None,
         )
-        (generation,), seconds = timed(target, decode)
+        (generation,), seconds = timed(target, partial(decode, decoder, [asked]))
         text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
         return generation, seconds, benchmark.score(item, text).get(benchmark.quality)
 
@@ -114,7 +113,7 @@ def point(
     seconds = sum(s for _, s in decoded)
     rows = sum(g.branch_forwards for g in generations) / forwards
     positions = sum(g.positions_computed for g in generations) / forwards
-    flops, read = pass_cost(target, rows=rows, positions=positions, context=context)
+    flops, read = pass_cost(target, positions=positions, context=context)
     return {
         "plan": asdict(plan) if plan is not None else None,
         "quality": sum(right) / len(right) if right else None,

@@ -55,13 +55,14 @@ def measure_roofline(device: torch.device, dtype: torch.dtype, *, stream_mb: int
     return Roofline(stream.numel() * dtype.itemsize / seconds_read, 2 * matrix**3 / seconds_product)
 
 
-def pass_cost(target: LanguageModel, *, rows: float, positions: float, context: float) -> tuple[float, float]:
-    """FLOP of a pass over `positions` in all, in `rows` rows that each hold `context` keys, and the bytes it reads."""
+def pass_cost(target: LanguageModel, *, positions: float, context: float) -> tuple[float, float]:
+    """FLOP of a pass over `positions` of one row that holds `context` keys, and the bytes it reads: branches share the
+    keys."""
     config = target.model.config
     width = target.dtype.itemsize
     products = sum(p.numel() for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name)
     if config.tie_word_embeddings:
         products += target.lm_head.weight.numel()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * head * context * rows
+    keys = 2 * config.num_hidden_layers * config.num_key_value_heads * head * context
     return 2 * products * positions, (products + keys) * width

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.base import Decoder, Generation
+from dspec.decoding.base import Decoder, Generation, decode, requests
 from dspec.decoding.proposers import DraftProposer
-from dspec.decoding.sampling import Sampling
+from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
@@ -23,7 +23,6 @@ from dspec.spans import Profile
 from eval.samples import Sample
 from eval.speed.settings import check_curves
 
-GREEDY = Sampling(temperature=0.0, top_p=1.0)
 PREFILL = "prefill"
 VERIFIES = ("target", "target LM head")
 DRAFTS = ("draft", "draft LM head", "sequential head", "confidence head", "draft context", "lookup")
@@ -34,6 +33,7 @@ def round_profile(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
+    sampling: Sampling,
     device: torch.device,
     batch_size: int,
     max_new_tokens: int,
@@ -48,23 +48,30 @@ def round_profile(
     than the sum.
     """
 
-    def decode(limit: int) -> tuple[list[Generation], float]:
+    def timed(limit: int) -> tuple[list[Generation], float]:
         clock = Profile(device)
         start = clock.now()
         generations = [
             generation
             for i in range(0, len(prompts), batch_size)
-            for generation in decoder.decode(
-                prompts[i : i + batch_size], max_new_tokens=limit, stop_ids=stop_ids, seeds=seeds[i : i + batch_size]
+            for generation in decode(
+                decoder,
+                requests(
+                    prompts[i : i + batch_size],
+                    seeds=seeds[i : i + batch_size],
+                    sampling=sampling,
+                    max_new_tokens=limit,
+                    stop_ids=stop_ids,
+                ),
             )
         ]
         return generations, clock.now() - start
 
-    decode(max_new_tokens)  # warm-up
-    _, prefill = decode(1)
-    generations, plain = decode(max_new_tokens)
+    timed(max_new_tokens)  # warm-up
+    _, prefill = timed(1)
+    generations, plain = timed(max_new_tokens)
     with Profile(device) as profile:
-        _, total = decode(max_new_tokens)
+        _, total = timed(max_new_tokens)
     rounds = sum(g.forwards for g in generations)
     if not rounds:
         raise UserError("every answer ended with its first token: no round to profile; take other prompts")
@@ -91,7 +98,6 @@ def verify_cost(
     smallest K. Raises UserError when context and tokens exceed the model's positions."""
     _check_lengths(target, tokens, contexts)
     generator, lines = torch.Generator().manual_seed(seed), []
-    target.tap(())
     for context in contexts:
         ids = torch.randint(target.vocab_size, (1, context + max(tokens)), generator=generator).to(target.device)
         cache, clock = target.new_cache(), Profile(target.device)
@@ -132,18 +138,22 @@ def draft_cost(
     _check_lengths(target, tokens, contexts)
     generator, lines = torch.Generator().manual_seed(seed), []
     sizes = [k for k in tokens if k > draft.config.first_slot]
-    target.tap(draft.config.target_layer_ids)
     for context in contexts:
         ids = torch.randint(target.vocab_size, (1, context + 1), generator=generator)
-        features = target(ids[:, :-1].to(target.device)).features_BLF
+        features = target(ids[:, :-1].to(target.device), taps=draft.config.target_layer_ids).features_BLF
         proposers = {k: DraftProposer(_resized(draft, k)) for k in sizes}
         times: dict[int, list[tuple[float, float, float]]] = {k: [] for k in sizes}
-        for proposer in proposers.values():
-            proposer.begin(features)
+        memories = {k: proposer.start(features) for k, proposer in proposers.items()}
         for _ in range(repeats + 1):
             for k, proposer in proposers.items():
                 with Profile(target.device) as profile:
-                    proposer.propose(ids.tolist(), sampling=GREEDY, uniform_BJ=None, confidence=False)
+                    proposer.propose(
+                        memories[k],
+                        ids.tolist(),
+                        samplings=SamplingBatch([GREEDY]),
+                        uniform_BJ=None,
+                        confidence=False,
+                    )
                 seconds = profile.seconds
                 times[k].append((seconds["draft"], seconds["draft LM head"], seconds.get("sequential head", 0.0)))
         for k in sizes:
@@ -200,10 +210,9 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
     emitted: dict[int, list[int]] = {}
     for generation in generations:
         at = generation.prefill_tokens
-        for drafted in generation.rounds:
-            new = min(drafted.accepted + 1, len(generation.tokens) - at)  # a stop cuts the last round short
-            emitted.setdefault(at // width, []).append(new)
-            at += new
+        for one in generation.rounds:
+            emitted.setdefault(at // width, []).append(one.committed)
+            at += one.committed
     return [
         {"start": number * width, "rounds": len(new), "tau": statistics.fmean(new)}
         for number, new in sorted(emitted.items())

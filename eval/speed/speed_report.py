@@ -70,8 +70,9 @@ class SpeedReport:
         rounds: list[dict[str, Any]] = []
         for key, contender in done.contenders.items():
             profile = round_profile(
-                contender.build(target=target, draft=done.loaded.draft, sampling=sampling),
+                contender.build(target=target, draft=done.loaded.draft),
                 [ids for _, ids in prompts],
+                sampling=sampling,
                 device=target.device,
                 batch_size=done.evaluation.batch_size,
                 max_new_tokens=benchmark.max_new_tokens,

@@ -33,6 +33,37 @@ def test_causal() -> None:
     assert table[1][0] == [True] * 4 + [False] * 4  # a query at position 3 sees positions 0..3
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_branches(seed: int) -> None:
+    rng = random.Random(seed)
+    starts, width = [rng.randint(0, 3) for _ in range(3)], rng.randint(1, 7)
+    rows = [[0, *sorted(rng.randint(0, 3) for _ in range(width - 2)), -1][:width] for _ in starts]
+    table = [
+        [
+            [k < s or (k - s <= q and row[k - s] in (0, row[q])) for k in range(max(starts) + width)]
+            for q in range(width)
+        ]
+        for s, row in zip(starts, rows, strict=True)
+    ]
+    _equal(masks.branches(torch.tensor(starts), torch.tensor(rows)), table)
+
+
+def test_build_takes_the_cheapest_form() -> None:
+    """No mask, the causal kernel, or a table: boolean, or as what is added to scores."""
+    causal = {"device": CPU, "added": torch.float64}
+    assert masks.build_causal([0, 0], queries=3, **causal) == masks.CAUSAL
+    assert masks.build_causal([5], queries=1, **causal) is None
+    for starts, queries in (([5], 2), ([5, 5], 1), ([0, 5], 3)):
+        shape = {"batch": len(starts), "queries": queries, "keys": max(starts) + queries, "device": CPU}
+        table = masks.dense(masks.causal(torch.tensor(starts)), **shape)
+        added = masks.build_causal(starts, queries=queries, **causal)
+        assert added.dtype == torch.float64
+        assert torch.equal(added == 0, table)
+        assert torch.equal(masks.build_causal(starts, queries=queries, device=CPU, added=None), table)
+    shape = {"batch": 1, "queries": 4, "keys": 4, "device": CPU, "added": None}
+    assert isinstance(masks.build(masks.causal(torch.tensor([0])), **shape, flex=True), BlockMask)
+
+
 def test_document_causal() -> None:
     documents = [[0, 0, 1, 1, 1, -1], [4, 5, 5, 5, 6, 6]]
     table = [[[k <= q and row[k] == row[q] for k in range(6)] for q in range(6)] for row in documents]

@@ -13,9 +13,10 @@ import torch
 
 from dspec.calibration.stage import CalibrateSTS, gather
 from dspec.calibration.sts import fit_sts, temperature_grid
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
 
 SLOTS, PROMPTS, STOP = 3, 60, 7
@@ -33,13 +34,17 @@ SETTINGS: dict[str, Any] = {
     "min_gain": 0.005,  # 100 rounds a prompt are noisier than a run's
     "seed": 5,
 }
-Made = Callable[[int], list[Round]]  # prompt -> its rounds
+Made = Callable[[int], list[Pass]]  # prompt -> its rounds
+
+
+def Round(drafted: int, accepted: int, valid: int, confidence: tuple[float, ...]) -> Pass:  # noqa: N802  shorthand
+    return Pass("verify", drafted=drafted, accepted=accepted, valid=valid, confidence=confidence)
 
 
 def simulated(temperature: float, *, rounds: int = 100, slots: int = SLOTS) -> Made:
     """Rounds with P(token k accepted | all before it were) = sigmoid(z_k / temperature)."""
 
-    def make(prompt: int) -> list[Round]:
+    def make(prompt: int) -> list[Pass]:
         rng = torch.Generator().manual_seed(prompt)
         true = 1 + torch.randn(rounds, slots, generator=rng, dtype=torch.float64)
         accepted = (torch.rand(rounds, slots, generator=rng) < true.sigmoid()).long().cumprod(1).sum(1).tolist()
@@ -56,11 +61,11 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, toys: SimpleNamespace) -> Callab
     def run(make: Made, *, prompts: int = PROMPTS, **change: Any) -> SimpleNamespace:
         calls: list[SimpleNamespace] = []
 
-        def decode(self: Speculative, texts: Sequence[list[int]], **options: Any) -> list[Generation]:
-            calls.append(SimpleNamespace(decoder=self, texts=list(texts), **options))
-            return [Generation(rounds=make(text[0])) for text in texts]
+        def decode(decoder: Speculative, asked: Sequence[Request]) -> list[Generation]:
+            calls.append(SimpleNamespace(decoder=decoder, texts=[r.ids for r in asked], requests=asked))
+            return [Generation(passes=make(r.ids[0])) for r in asked]
 
-        monkeypatch.setattr(Speculative, "decode", decode)
+        monkeypatch.setattr("dspec.calibration.stage.decode", decode)
         target = toys.target()
         draft = toys.draft(target, block=SLOTS, head="vanilla", confidence=True)
         stage = CalibrateSTS(**SETTINGS | change)
@@ -91,7 +96,7 @@ def test_gate_stays_shut_for_a_calibrated_head(calibrated: Callable[..., SimpleN
     make = simulated(1.0)
     run = calibrated(make)
     grid = temperature_grid(low=SETTINGS["grid_low"], high=SETTINGS["grid_high"], points=SETTINGS["grid_points"])
-    traces, _ = gather([Generation(rounds=make(i)) for i in range(PROMPTS)])
+    traces, _ = gather([Generation(passes=make(i)) for i in range(PROMPTS)])
     assert fit_sts(traces, grid=grid, bins=SETTINGS["bins"]).tolist() != [1.0] * SLOTS
     assert run.report["temperatures"] == [1.0] * SLOTS
     assert run.draft.calibration.temperatures == (1.0,) * SLOTS
@@ -113,7 +118,7 @@ def test_report_is_made_on_prompts_that_did_not_fit(calibrated: Callable[..., Si
     wrong = simulated(2.5, slots=1)
     edge = [torch.tensor((i + 0.5) / PROMPTS, dtype=torch.float64).logit().item() for i in range(PROMPTS)]
 
-    def marked(prompt: int) -> list[Round]:
+    def marked(prompt: int) -> list[Pass]:
         return [Round(1, r.accepted, 1, (edge[prompt],)) for r in wrong(prompt)]
 
     # as many bins as prompts: every prompt's rounds have a bin of their own under T = 1
@@ -123,7 +128,7 @@ def test_report_is_made_on_prompts_that_did_not_fit(calibrated: Callable[..., Si
     assert {counts[i] for i in reported} == {100}  # whole prompts
 
     def outcomes_turned(chosen: set[int]) -> SimpleNamespace:
-        def make(prompt: int) -> list[Round]:
+        def make(prompt: int) -> list[Pass]:
             rounds = wrong(prompt)
             return [Round(1, 1 - r.accepted, 1, r.confidence) for r in rounds] if prompt in chosen else rounds
 
@@ -144,7 +149,7 @@ def test_gather_keeps_what_counts() -> None:
     """`valid` is what the decoder says, not what was drafted; every round knows its prompt."""
     first = [Round(3, 3, 3, (0.1, 0.2, 0.3)), Round(3, 1, 2, (0.4, 0.5, 0.6))]
     second = [Round(3, 0, 1, (0.7, 0.8, 0.9))]
-    traces, prompt_N = gather([Generation(rounds=first), Generation(), Generation(rounds=second)])
+    traces, prompt_N = gather([Generation(passes=first), Generation(), Generation(passes=second)])
     assert traces.logits_NK.tolist() == [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]]
     assert traces.logits_NK.dtype == torch.float64
     assert traces.accepted_N.tolist() == [3, 1, 0]
@@ -157,7 +162,7 @@ def test_slots_behind_the_valid_ones_change_nothing(calibrated: Callable[..., Si
     whole = simulated(2.5)
 
     def ending(behind: float) -> Made:
-        def make(prompt: int) -> list[Round]:
+        def make(prompt: int) -> list[Pass]:
             return [
                 Round(SLOTS, min(r.accepted, 2), 2, (*r.confidence[:2], behind)) if i % 3 == 0 else r
                 for i, r in enumerate(whole(prompt))
@@ -175,19 +180,22 @@ def test_slots_behind_the_valid_ones_change_nothing(calibrated: Callable[..., Si
 # ---- what it decodes
 
 
+def seeds_of(call: SimpleNamespace) -> list[int]:
+    return [request.seed for request in call.requests]
+
+
 def test_decodes_every_prompt_once_as_configured(calibrated: Callable[..., SimpleNamespace]) -> None:
     run = calibrated(simulated(1.0, rounds=5), prompts=37)
     assert [text[0] for call in run.calls for text in call.texts] == list(range(37))
     assert max(len(call.texts) for call in run.calls) <= SETTINGS["batch_size"]
-    seeds = [seed for call in run.calls for seed in call.seeds]
+    seeds = [seed for call in run.calls for seed in seeds_of(call)]
     assert len(set(seeds)) == 37
     other = calibrated(simulated(1.0, rounds=5), prompts=37, seed=6)
-    assert not {seed for call in other.calls for seed in call.seeds} & set(seeds)
+    assert not {seed for call in other.calls for seed in seeds_of(call)} & set(seeds)
     for call in run.calls:
-        assert (call.max_new_tokens, list(call.stop_ids)) == (64, [STOP])
-        assert call.decoder.sampling == WARM
+        assert {(r.max_new_tokens, tuple(r.stop_ids), r.sampling) for r in call.requests} == {(64, (STOP,), WARM)}
         assert call.decoder.record_confidence
-        assert call.decoder.confidence_threshold == 0  # a cut draft would hang validity on confidence
+        assert isinstance(call.decoder.policy, VerifyAll)  # a cut draft would hang validity on confidence
         assert call.decoder.proposer.draft is run.draft
     assert (run.draft.calibration.temperature, run.draft.calibration.top_p) == (WARM.temperature, WARM.top_p)
     assert run.report["sampling"] == WARM.to_dict()

@@ -10,7 +10,7 @@ import torch
 
 from dspec.calibration import stage as calibrate
 from dspec.calibration.stage import CalibrateSTS
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 
@@ -40,8 +40,9 @@ def generations(
         valid = torch.randint(1, 3 * len(true), (rounds,), generator=rng).clamp(max=longest).tolist()
         made.append(
             Generation(
-                rounds=[
-                    Round(len(true), min(a, v), v, tuple(c)) for a, v, c in zip(accepted, valid, logits, strict=True)
+                passes=[
+                    Pass("verify", drafted=len(true), accepted=min(a, v), valid=v, confidence=tuple(c))
+                    for a, v, c in zip(accepted, valid, logits, strict=True)
                 ]
             )
         )
@@ -57,12 +58,14 @@ def run(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(own: CalibrateSTS, *, true: Sequence[float] = TRUE, prompts: Any = PROMPTS, **traces: int) -> Any:
         class Decoder:
             def __init__(self, **options: Any) -> None:
-                assert (options["sampling"], options["record_confidence"]) == (own.sampling, True)
+                assert options["record_confidence"] is True
 
-            def decode(self, batch: Any, **options: Any) -> list[Generation]:
-                return generations(batch, true=true, **traces)
+        def decode(decoder: Decoder, asked: Sequence[Request]) -> list[Generation]:
+            assert {r.sampling for r in asked} == {own.sampling}
+            return generations([r.ids for r in asked], true=true, **traces)
 
         monkeypatch.setattr(calibrate, "Speculative", Decoder)
+        monkeypatch.setattr(calibrate, "decode", decode)
         return draft, own(target=target, draft=draft, prompts=prompts, stop_ids=())
 
     return run
@@ -117,10 +120,11 @@ def test_an_outcome_is_kept_for_the_same_weights_prompts_and_settings_alone(
         def __init__(self, **options: Any) -> None:
             asked.append(options)
 
-        def decode(self, batch: Any, **options: Any) -> list[Generation]:
-            return generations(batch, true=TRUE)
+    def decode(decoder: Decoder, asked: Sequence[Request]) -> list[Generation]:
+        return generations([r.ids for r in asked], true=TRUE)
 
     monkeypatch.setattr(calibrate, "Speculative", Decoder)
+    monkeypatch.setattr(calibrate, "decode", decode)
     how: dict[str, Any] = {"target": target, "draft": draft, "prompts": PROMPTS, "stop_ids": (1,)}
     artefact = tmp_path / "calibration.json"
     first = stage()(**how, artefact=artefact)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.regenerate import Response, read_responses, regenerate
-from dspec.decoding.base import Generation
+from dspec.decoding.base import Generation, Request, Row, State
+from dspec.decoding.sampling import GREEDY, Streams
 from dspec.errors import UserError
+from dspec.models.cache import PositionCache
 from dspec.seeding import prompt_seed
 
 SETTINGS = {"target": "fake", "temperature": 1.0}
@@ -23,15 +26,14 @@ class FakeDecoder:
     def __init__(self, die_at: int | None = None) -> None:
         self.calls, self.die_at, self.prompts = 0, die_at, list[Sequence[int]]()
 
-    def decode(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int], seeds: Sequence[int]
-    ) -> list[Generation]:
+    def start(self, requests: Sequence[Request]) -> State:
         self.calls += 1
-        self.prompts += prompts
+        self.prompts += [r.ids for r in requests]
         if self.calls == self.die_at:
             raise KeyboardInterrupt
-        shape = len(prompts)
-        return [Generation([p[0], s % 97, shape], stopped=True) for p, s in zip(prompts, seeds, strict=True)]
+        done = [Generation([r.ids[0], r.seed % 97, len(requests)], stopped=True) for r in requests]
+        rows = [Row(request, [], generation) for request, generation in zip(requests, done, strict=True)]
+        return State(rows, PositionCache(0), Streams([r.seed for r in requests], torch.device("cpu")))
 
 
 def run(
@@ -48,6 +50,7 @@ def run(
             settings=settings or SETTINGS,
             prompts=prompts,
             decoder=decoder,  # type: ignore[arg-type]
+            sampling=GREEDY,
             stop_ids=(1,),
             max_new_tokens=8,
             batch_size=4,
@@ -87,9 +90,9 @@ def test_two_runs_at_once_share_the_file(tmp_path: Path) -> None:
     expected = run(tmp_path / "alone.jsonl", FakeDecoder())
 
     class Slow(FakeDecoder):
-        def decode(self, *args: object, **kwargs: object) -> list[Generation]:
+        def start(self, requests: Sequence[Request]) -> State:
             time.sleep(0.2)
-            return super().decode(*args, **kwargs)  # type: ignore[arg-type]
+            return super().start(requests)
 
     children = []
     for _ in range(3):

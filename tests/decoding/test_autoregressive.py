@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import rows_to_keep
+from dspec.decoding.base import Generation, Request, Row, State
 from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.errors import UserError
+from dspec.models.cache import PositionCache
 
 WARM = Sampling(temperature=0.7, top_p=0.9)
 
@@ -31,7 +31,7 @@ def _generate(target, texts: list[list[int]], *, new: int, stops: list[int] | No
 def test_equals_transformers_generate(toys: SimpleNamespace, family: str, seed: int) -> None:
     target = toys.target(family, seed=seed, vocab=17)
     texts = toys.prompts(random.Random(seed), 4, vocab=17)
-    decoder = Autoregressive(target=target, sampling=toys.GREEDY)
+    decoder = toys.autoregressive(target=target, sampling=toys.GREEDY)
     free = _generate(target, texts, new=9, stops=None)
     assert len({token for row in free for token in row}) > 3  # no constant text
     assert [g.tokens for g in decoder.decode(texts, max_new_tokens=9, stop_ids=(), seeds=[0] * 4)] == free
@@ -45,7 +45,7 @@ def test_equals_transformers_generate(toys: SimpleNamespace, family: str, seed: 
 
 def test_equals_decoding_without_cache(toys: SimpleNamespace) -> None:
     target = toys.target(seed=5)
-    decoder = Autoregressive(target=target, sampling=WARM)
+    decoder = toys.autoregressive(target=target, sampling=WARM)
     for seed, text in enumerate(toys.prompts(random.Random(1), 3, vocab=11)):
         (got,) = decoder.decode([text], max_new_tokens=8, stop_ids=(), seeds=[seed])
         uniforms = Streams([seed], torch.device("cpu")).take(8)[0]
@@ -60,7 +60,7 @@ def test_equals_decoding_without_cache(toys: SimpleNamespace) -> None:
 def test_batch_equals_singles_with_compaction(toys: SimpleNamespace, sampling: Sampling) -> None:
     target = toys.target("qwen2", seed=2)
     texts = toys.prompts(random.Random(3), 7, vocab=11)
-    decoder = Autoregressive(target=target, sampling=sampling)
+    decoder = toys.autoregressive(target=target, sampling=sampling)
     free = decoder.decode(texts, max_new_tokens=12, stop_ids=(), seeds=range(7))
     for stop in sorted({g.tokens[1] for g in free}):
         batch = decoder.decode(texts, max_new_tokens=12, stop_ids=[stop], seeds=range(7))
@@ -68,7 +68,7 @@ def test_batch_equals_singles_with_compaction(toys: SimpleNamespace, sampling: S
             decoder.decode([text], max_new_tokens=12, stop_ids=[stop], seeds=[seed])[0]
             for seed, text in enumerate(texts)
         ]
-        assert [replace(g, positions_computed=g.forwards) for g in batch] == singles  # some rode along
+        assert [replace(g, idle_positions=0) for g in batch] == singles  # some rode along
         assert len({len(g.tokens) for g in batch}) > 1  # rows end at different times
         for one, whole in zip(batch, free, strict=True):
             assert one.tokens == toys.cut(whole.tokens, [stop], 12)
@@ -76,7 +76,7 @@ def test_batch_equals_singles_with_compaction(toys: SimpleNamespace, sampling: S
 
 def test_accounting(toys: SimpleNamespace) -> None:
     target = toys.cycle_target()
-    decoder = Autoregressive(target=target, sampling=toys.GREEDY)
+    decoder = toys.autoregressive(target=target, sampling=toys.GREEDY)
     a, b = decoder.decode([[3], [3, 7]], max_new_tokens=6, stop_ids=[6], seeds=[0, 0])
     assert (a.tokens, a.stopped) == ([4, 5, 6], True)
     assert (b.tokens, b.stopped) == ([8, 9, 10, 11, 12, 13], False)
@@ -90,7 +90,7 @@ def test_accounting(toys: SimpleNamespace) -> None:
 
 
 def test_refusals(toys: SimpleNamespace) -> None:
-    decoder = Autoregressive(target=toys.target(positions=16), sampling=toys.GREEDY)
+    decoder = toys.autoregressive(target=toys.target(positions=16), sampling=toys.GREEDY)
     cases = (
         ([], 3, "no prompts"),
         ([[1]], 0, "max_new_tokens=0"),
@@ -103,8 +103,15 @@ def test_refusals(toys: SimpleNamespace) -> None:
     assert len(decoder.decode([[1] * 9], max_new_tokens=7, stop_ids=(), seeds=[0])[0].tokens) == 7
 
 
-def test_rows_to_keep() -> None:
-    assert rows_to_keep([True, False, True]) is None
-    assert rows_to_keep([True, False, True, False]) == [0, 2]
-    assert rows_to_keep([False, False]) is None
-    assert rows_to_keep([True]) is None
+def test_finished_rows_leave_once_they_are_half_of_all(toys: SimpleNamespace) -> None:
+    def left(active: list[bool]) -> list[int]:
+        request = Request(ids=[1], sampling=toys.GREEDY, max_new_tokens=9, stop_ids=(), seed=0)
+        rows = [Row(request, [i], Generation(stopped=not on)) for i, on in enumerate(active)]
+        state = State(rows, PositionCache(1), Streams(range(len(rows)), torch.device("cpu")))
+        state.drop_finished()
+        return [row.text[0] for row in state.rows]
+
+    assert left([True, False, True]) == [0, 1, 2]
+    assert left([True, False, True, False]) == [0, 2]
+    assert left([False, False]) == []
+    assert left([True]) == [0]

@@ -28,17 +28,15 @@ def test_the_drafters_temperatures_reach_the_decoder(toys: SimpleNamespace) -> N
     draft = _draft(toys, target)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decoder = factory.speculative(
-            target=target, draft=draft, sampling=WARM, **PLAIN | {"confidence_threshold": 0.4}
-        )
-        assert decoder.temperatures == draft.calibration.temperatures
-        assert decoder.settings()["sts"] is True
-        plain = factory.speculative(target=target, draft=draft, sampling=WARM, **PLAIN)  # nothing is cut: not needed
-        assert "sts" not in plain.settings()
+        decoder = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
+        assert decoder.settings(WARM)["sts"] is True
+        plain = factory.speculative(target=target, draft=draft, **PLAIN)  # nothing is cut: not needed
+        assert "sts" not in plain.settings(WARM)
     other = Sampling(temperature=0.5, top_p=0.9)  # not what they were fitted at
+    raw = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
     with pytest.warns(UserWarning, match=r"temperature=1\.0"):
-        raw = factory.speculative(target=target, draft=draft, sampling=other, **PLAIN | {"confidence_threshold": 0.4})
-    assert raw.settings()["sts"] is False
+        settings = raw.settings(other)
+    assert settings["sts"] is False
 
 
 def test_the_drafters_temperatures_change_what_is_sent(toys: SimpleNamespace) -> None:
@@ -49,9 +47,8 @@ def test_the_drafters_temperatures_change_what_is_sent(toys: SimpleNamespace) ->
         with torch.no_grad():
             draft.confidence_head.proj.weight.zero_()
             draft.confidence_head.proj.bias.fill_(0.5)
-        decoder = factory.speculative(
-            target=target, draft=draft, sampling=WARM, **PLAIN | {"confidence_threshold": 0.56}
-        )
+        made = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.56})
+        decoder = toys.Bound(made, WARM)
         texts = toys.prompts(random.Random(0), 3, vocab=11)
         result = decoder.decode(texts, max_new_tokens=6, stop_ids=(), seeds=range(3))
         sent.append({r.drafted for g in result for r in g.rounds})
@@ -61,34 +58,34 @@ def test_the_drafters_temperatures_change_what_is_sent(toys: SimpleNamespace) ->
 def test_every_setting_reaches_the_decoder(toys: SimpleNamespace) -> None:
     target = toys.target(seed=8)
     draft = _draft(toys, target)
-    common = {"target": target, "draft": draft, "sampling": WARM}
-    base = factory.speculative(**common, **PLAIN).settings()
+    common = {"target": target, "draft": draft}
+    base = factory.speculative(**common, **PLAIN).settings(WARM)
     assert base == {
         **WARM.to_dict(),
         "drafts": 4,
         "sequential_head": "vanilla",
         "confidence_threshold": 0.0,
     }
-    off = factory.speculative(**common, **PLAIN | {"sequential_head": False}).settings()
+    off = factory.speculative(**common, **PLAIN | {"sequential_head": False}).settings(WARM)
     assert off == base | {"sequential_head": None}
-    refined = factory.speculative(**common, **PLAIN | {"refinement_passes": 2}).settings()
+    refined = factory.speculative(**common, **PLAIN | {"refinement_passes": 2}).settings(WARM)
     assert refined == base | {"refinement_passes": 2}
-    lookup = factory.prompt_lookup(**common, num_drafts=5, max_ngram=2).settings()
+    lookup = factory.prompt_lookup(**common, num_drafts=5, max_ngram=2).settings(WARM)
     assert lookup == {**WARM.to_dict(), "drafts": 5, "max_ngram": 2, "confidence_threshold": 0.0}
-    assert factory.autoregressive(**common).settings() == WARM.to_dict()
+    assert factory.autoregressive(**common).settings(WARM) == WARM.to_dict()
 
 
 def test_refusals(toys: SimpleNamespace) -> None:
     target = toys.target()
     with pytest.raises(UserError, match="needs a drafter"):
-        factory.speculative(target=target, draft=None, sampling=WARM, **PLAIN)
+        factory.speculative(target=target, draft=None, **PLAIN)
     with pytest.raises(UserError, match="refinement_passes"):
-        factory.speculative(target=target, draft=toys.draft(target), sampling=WARM, **PLAIN | {"refinement_passes": -1})
+        factory.speculative(target=target, draft=toys.draft(target), **PLAIN | {"refinement_passes": -1})
 
 
 def test_the_base_decodes_in_the_targets_dtype(toys: SimpleNamespace) -> None:
     """Trained weights may have been cast; a baseline in another precision would be another baseline."""
     target, base = toys.target(), toys.target(seed=1, dtype=torch.float32)
-    decoder = factory.on_base(target=target, draft=None, sampling=WARM, base=base, build=factory.autoregressive)
+    decoder = factory.on_base(target=target, draft=None, base=base, build=factory.autoregressive)
     assert decoder.target is base
     assert base.dtype == target.dtype == torch.float64

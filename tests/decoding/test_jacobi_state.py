@@ -67,7 +67,7 @@ def test_text_is_the_models_own(seed: int) -> None:
         candidates=rng.choice([0, 1, 4]),
     )
     new = rng.randint(1, 40)
-    flight = JacobiState(prompt, model(prompt), plan=settings, limit=new, seed=seed)
+    flight = JacobiState(prompt, model(prompt), config=settings, limit=new, seed=seed)
 
     def check(f: JacobiState) -> None:
         n, rows = settings.block_size, f.drafts()
@@ -87,7 +87,7 @@ def test_text_is_the_models_own(seed: int) -> None:
 
 def test_converges_in_two_passes_where_only_the_position_counts() -> None:
     """The first pass predicts the block, the second verifies it and one token more."""
-    flight = JacobiState([1], by_position([1]), plan=plan(block_size=8), limit=33, seed=0)
+    flight = JacobiState([1], by_position([1]), config=plan(block_size=8), limit=33, seed=0)
     ends = []
     assert passes(flight, by_position, new=33, spy=lambda f: ends.append(len(f.text) - 1)) == 8
     assert ends == [1, 2, 9, 10, 17, 18, 25, 26]  # output tokens verified before each pass
@@ -105,7 +105,7 @@ def test_promoted_drafts_are_reused() -> None:
     """
 
     def count(**changes: float) -> int:
-        flight = JacobiState([101, 102, 103], 103, plan=plan(**changes), limit=97, seed=0)
+        flight = JacobiState([101, 102, 103], 103, config=plan(**changes), limit=97, seed=0)
         return passes(flight, three_back, new=97)
 
     endless, alone, pair = count(block_size=97), count(block_size=8), count(block_size=8, blocks=2, activation=0.25)
@@ -117,7 +117,9 @@ def test_promoted_drafts_are_reused() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_draft_after_a_promotion_is_what_the_last_pass_predicted(seed: int) -> None:
     model = hashed(seed, 6, 2)
-    flight = JacobiState([1, 2], model([1, 2]), plan=plan(block_size=4, blocks=3, activation=0.25), limit=80, seed=seed)
+    flight = JacobiState(
+        [1, 2], model([1, 2]), config=plan(block_size=4, blocks=3, activation=0.25), limit=80, seed=seed
+    )
     promoted = 0
     while len(flight.text) < 70:
         active, draft, text = flight.opened - flight.in_flight, list(flight.draft), list(flight.text)
@@ -132,7 +134,7 @@ def test_the_draft_after_a_promotion_is_what_the_last_pass_predicted(seed: int) 
 
 def test_activation_opens_the_next_block_when_the_newest_agrees_enough() -> None:
     for ratio, at in ((0.0, 1), (0.5, 4), (0.75, 6), (1.0, 8)):
-        flight = JacobiState([1], by_last([1]), plan=plan(block_size=8, blocks=2, activation=ratio), limit=60, seed=3)
+        flight = JacobiState([1], by_last([1]), config=plan(block_size=8, blocks=2, activation=ratio), limit=60, seed=3)
         first = None
         while first is None:
             if flight.in_flight == 2:
@@ -144,17 +146,17 @@ def test_activation_opens_the_next_block_when_the_newest_agrees_enough() -> None
                 first = len(flight.text) - 1
         assert first == at  # by_last verifies one token a pass
     # a block is counted by its stable tokens while it is pseudo-active, and the third one opens behind it
-    flight = JacobiState([1], by_position([1]), plan=plan(block_size=4, blocks=3, activation=1.0), limit=60, seed=3)
+    flight = JacobiState([1], by_position([1]), config=plan(block_size=4, blocks=3, activation=1.0), limit=60, seed=3)
     opened = []
     passes(flight, by_position, new=20, spy=lambda f: opened.append(f.in_flight))
     assert max(opened) == 1  # the whole block is verified when its last token agrees
-    flight = JacobiState([1], by_position([1]), plan=plan(block_size=4, blocks=3, activation=0.5), limit=60, seed=3)
+    flight = JacobiState([1], by_position([1]), config=plan(block_size=4, blocks=3, activation=0.5), limit=60, seed=3)
     passes(flight, by_position, new=20, spy=lambda f: opened.append(f.in_flight))
     assert max(opened) == 2
 
 
 def test_new_block_starts_from_its_seed_and_the_text() -> None:
-    flights = [JacobiState([5, 6, 7], 8, plan=plan(block_size=16), limit=40, seed=s) for s in (0, 0, 1)]
+    flights = [JacobiState([5, 6, 7], 8, config=plan(block_size=16), limit=40, seed=s) for s in (0, 0, 1)]
     assert flights[0].draft == flights[1].draft != flights[2].draft
     assert set(flights[0].draft) <= {5, 6, 7, 8}
     assert len(flights[0].draft) == 15
@@ -180,7 +182,7 @@ def test_candidates_win_where_the_draft_was_shifted() -> None:
         return text[-2] + 1 if text[-1] == text[-2] else truth[max(0, len(text) - 2) % 30]
 
     def count(**changes: int) -> tuple[int, list[int]]:
-        flight = JacobiState([1], model([1]), plan=plan(block_size=8, **changes), limit=24, seed=1)
+        flight = JacobiState([1], model([1]), config=plan(block_size=8, **changes), limit=24, seed=1)
         rows: list[int] = []
         return passes(flight, model, new=24, spy=lambda f: rows.append(len(f.drafts()))), rows
 
@@ -194,7 +196,7 @@ def test_candidates_win_where_the_draft_was_shifted() -> None:
 
 def test_verified_twice_is_verified_once() -> None:
     """A candidate equal to the draft, or to another candidate, is no further row."""
-    flight = JacobiState([1], 2, plan=plan(block_size=4, pool_size=4, candidates=4), limit=20, seed=0)
+    flight = JacobiState([1], 2, config=plan(block_size=4, pool_size=4, candidates=4), limit=20, seed=0)
     flight.draft = [7, 8, 9]
     for run in ([2, 7, 8, 9], [2, 5], [2, 5, 8, 9], [3, 2, 6, 6, 6, 6]):
         flight._pool.add(run)

@@ -7,7 +7,7 @@ from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 
 def _flight(*, prompt: list[int], first: int, **change: float) -> JacobiState:
     plan = {"block_size": 4, "blocks": 2, "activation": 1.0, "pool_size": 4, "candidates": 2} | change
-    return JacobiState(prompt, first, plan=JacobiConfig(**plan), limit=16, seed=0)
+    return JacobiState(prompt, first, config=JacobiConfig(**plan), limit=16, seed=0)
 
 
 def test_of_equal_rows_the_first_one_wins() -> None:

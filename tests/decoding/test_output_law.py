@@ -19,7 +19,7 @@ from torch import Tensor
 from dspec.decoding import speculative
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling, Streams, draw, verify_sampled
-from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import ConfidenceThreshold
 
 Law = dict[tuple[int, ...], float]
 Text = tuple[int, ...]
@@ -250,7 +250,7 @@ def _chi_square(counts: Law, expected: Law) -> float:
     return (statistic - (len(cells) - 1)) / (2 * (len(cells) - 1)) ** 0.5
 
 
-def _sample(decoder: Speculative, samples: int) -> tuple[Law, list]:
+def _sample(decoder, samples: int) -> tuple[Law, list]:
     counts: Law = {}
     rounds = []
     for start in range(0, samples, ROWS):
@@ -273,22 +273,23 @@ def test_end_to_end_law(toys: SimpleNamespace, threshold: float) -> None:
     target, draft = _pair(toys)
     expected = target_law(_model(target, WARPED), VOCAB)
     assert min(expected.values()) == 0  # top_p cuts something
-    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=WARPED, confidence_threshold=threshold)
+    decoder = toys.speculative(
+        target=target, proposer=DraftProposer(draft), sampling=WARPED, confidence_threshold=threshold
+    )
     counts, rounds = _sample(decoder, SAMPLES)
     drafted = [r for r in rounds if r.valid]
     assert 0.2 < sum(r.accepted > 0 for r in drafted) / len(drafted) < 0.9
     assert (len({r.drafted for r in rounds}) > 1) == (threshold > 0)
-    assert _distance(target, draft) > 0.1
+    assert _distance(toys, target, draft) > 0.1
     assert _chi_square(counts, expected) < 4
 
 
 @torch.no_grad()
-def _distance(target, draft) -> float:
+def _distance(toys, target, draft) -> float:
     """Mean TV between the drafter's and the target's law over the texts that follow the prompt."""
-    proposer, law, gaps = DraftProposer(draft), _model(target, WARPED), []
+    proposer, law, gaps = toys.Remembering(DraftProposer(draft)), _model(target, WARPED), []
     for token in range(VOCAB):
-        target.tap(proposer.tap_ids)
-        proposer.begin(target(torch.tensor([PROMPT])).features_BLF)
+        proposer.begin(target(torch.tensor([PROMPT]), taps=proposer.tap_ids).features_BLF)
         uniform = Streams([0], torch.device("cpu")).take(2)
         proposal = proposer.propose([[*PROMPT, token]], sampling=WARPED, uniform_BJ=uniform, confidence=False)
         gaps.append(total_variation(proposal.probs_BJV[0, 0], law((token,))))
@@ -301,9 +302,9 @@ def test_biased_decoders_are_rejected_end_to_end(
     toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
     target, draft = _pair(toys)
-    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=WARPED)
+    decoder = toys.speculative(target=target, proposer=DraftProposer(draft), sampling=WARPED)
     if rule == "confidence of the own token":
-        decoder.confidence_threshold = 0.5
+        decoder.decoder.policy = ConfidenceThreshold(0.5, calibration=None)
         monkeypatch.setattr(draft, "confidence", lambda previous, hidden: 9.0 - 6.0 * previous.roll(-1, 1))
     else:
 
@@ -323,6 +324,6 @@ def test_biased_decoders_are_rejected_end_to_end(
 def test_end_to_end_law_of_prompt_lookup(toys: SimpleNamespace) -> None:
     target, _ = _pair(toys)
     proposer = PromptLookupProposer(num_drafts=2, max_ngram=2, device=torch.device("cpu"))
-    counts, rounds = _sample(Speculative(target=target, proposer=proposer, sampling=WARPED), SAMPLES)
+    counts, rounds = _sample(toys.speculative(target=target, proposer=proposer, sampling=WARPED), SAMPLES)
     assert {r.drafted for r in rounds} >= {1, 2}
     assert _chi_square(counts, target_law(_model(target, WARPED), VOCAB)) < 4

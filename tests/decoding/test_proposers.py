@@ -22,8 +22,7 @@ def _from_scratch(
     target, draft, text: list[int], drafts: Tensor, *, with_head: bool, passes: int
 ) -> tuple[Tensor, Tensor | None]:
     """Logits and confidence of one block after `text`, in the training form, teacher-forced on `drafts`."""
-    target.tap(draft.config.target_layer_ids)
-    features = target(torch.tensor([text])).features_BLF[:, :-1]
+    features = target(torch.tensor([text]), taps=draft.config.target_layer_ids).features_BLF[:, :-1]
     K, first = draft.config.block_size, draft.config.first_slot
     positions = len(text) - 1 + torch.arange(K)[None]
     block = torch.tensor([[text[-1], *[draft.config.mask_token_id] * (K - 1)]])
@@ -59,13 +58,12 @@ def test_cached_block_equals_the_training_form(
     texts = toys.prompts(rng, batch, vocab=11)
     warm = Sampling(temperature=0.7, top_p=0.8)
     for with_head, sampling, passes in itertools.product((True, False), (toys.GREEDY, warm), (0, 2)):
-        proposer = DraftProposer(draft, sequential_head=with_head, refinement_passes=passes)
-        target.tap(proposer.tap_ids)
+        proposer = toys.Remembering(DraftProposer(draft, sequential_head=with_head, refinement_passes=passes))
         J = proposer.num_drafts
         rows, cache, streams = [[*t, 3] for t in texts], target.new_cache(), Streams(range(batch), CPU)
         padded = torch.tensor([t + [0] * (9 - len(t)) for t in texts])
         with torch.inference_mode():
-            proposer.begin(target(padded, cache=cache).features_BLF)
+            proposer.begin(target(padded, cache=cache, taps=proposer.tap_ids).features_BLF)
         for turn in range(4):
             uniform = None if sampling.greedy else streams.take(J)
             with torch.inference_mode():
@@ -82,18 +80,17 @@ def test_cached_block_equals_the_training_form(
                     assert torch.equal(got.tokens_BJ[b], draw(law, uniform[b]))
                 if sure is not None:
                     torch.testing.assert_close(got.confidence_BJ[b], sure, rtol=0, atol=1e-10)
-            target.tap(proposer.tap_ids)
             starts, width = [len(row) - 1 for row in rows], rng.randint(1, J + 1)
             kept = [rng.randint(0, width - 1) for _ in rows]  # as many drafts are "accepted"
             drafts = torch.randint(10, (len(rows), width - 1))
             anchors = torch.tensor([row[-1] for row in rows])[:, None]
             with torch.inference_mode():
-                seen = target(torch.cat([anchors, drafts], 1), start_B=starts, cache=cache).features_BLF
-                proposer.extend(seen, starts)
+                seen = target(torch.cat([anchors, drafts], 1), start_B=starts, cache=cache, taps=proposer.tap_ids)
+                proposer.extend(seen.features_BLF, starts)
             rows = [[*row, *d[:n], rng.randrange(10)] for row, d, n in zip(rows, drafts.tolist(), kept, strict=True)]
             if turn == 1 and batch > 1:
-                keep = torch.tensor([2, 0])
-                rows = [rows[i] for i in keep.tolist()]
+                keep = [2, 0]
+                rows = [rows[i] for i in keep]
                 for part in (proposer, cache, streams):
                     part.select(keep)
 
@@ -103,9 +100,9 @@ def test_head_off_is_another_drafter(toys: SimpleNamespace) -> None:
     draft = toys.draft(target, head="vanilla", rank=8, scale=1.0)
     on, off = DraftProposer(draft), DraftProposer(draft, sequential_head=False)
     assert (on.settings()["sequential_head"], off.settings()["sequential_head"]) == ("vanilla", None)
-    features = target(torch.tensor([[1, 2, 3]])).features_BLF
+    features = target(torch.tensor([[1, 2, 3]]), taps=on.tap_ids).features_BLF
     tokens = []
-    for proposer in (on, off):
+    for proposer in map(toys.Remembering, (on, off)):
         proposer.begin(features)
         found = proposer.propose([[1, 2, 3, 4]], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
         assert found.confidence_BJ is None
@@ -116,12 +113,13 @@ def test_head_off_is_another_drafter(toys: SimpleNamespace) -> None:
 def test_refinement_is_another_drafter_and_says_so(toys: SimpleNamespace) -> None:
     target = toys.target()
     draft = toys.draft(target, head="vanilla", rank=8, scale=1.0)
-    features, tokens = target(torch.tensor([[1, 2, 3]])).features_BLF, []
+    features, tokens = target(torch.tensor([[1, 2, 3]]), taps=draft.config.target_layer_ids).features_BLF, []
     for passes in (0, 1):
         proposer = DraftProposer(draft, refinement_passes=passes)
         assert proposer.settings().get("refinement_passes", 0) == passes
-        proposer.begin(features)
-        found = proposer.propose([[1, 2, 3, 4]], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
+        held = toys.Remembering(proposer)
+        held.begin(features)
+        found = held.propose([[1, 2, 3, 4]], sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
         tokens.append(found.tokens_BJ.tolist())
     assert tokens[0] != tokens[1]
     with pytest.raises(UserError, match="refinement_passes=-1"):
@@ -143,7 +141,7 @@ def test_prompt_lookup_against_brute_force(toys: SimpleNamespace) -> None:
     for _ in range(150):
         drafts, ngram, vocab = rng.randint(1, 4), rng.randint(1, 4), rng.randint(2, 6)
         texts = [[rng.randrange(vocab) for _ in range(rng.randint(1, 12))] for _ in range(3)]
-        proposer = PromptLookupProposer(num_drafts=drafts, max_ngram=ngram, device=CPU)
+        proposer = toys.Remembering(PromptLookupProposer(num_drafts=drafts, max_ngram=ngram, device=CPU))
         proposer.begin(torch.zeros(3, 12, 0))
         for turn in range(6):
             got = proposer.propose(texts, sampling=toys.GREEDY, uniform_BJ=None, confidence=False)
@@ -154,7 +152,7 @@ def test_prompt_lookup_against_brute_force(toys: SimpleNamespace) -> None:
             for text in texts:
                 text += [rng.randrange(vocab) for _ in range(rng.randint(0, 5))]
             if turn == 2:
-                proposer.select(torch.tensor([2, 0]))
+                proposer.select([2, 0])
                 texts = [texts[2], texts[0]]
     assert counts == {0, 1, 2, 3, 4}
 
@@ -173,7 +171,7 @@ class Counting(list[int]):
 def test_prompt_lookup_reads_new_tokens_alone(toys: SimpleNamespace) -> None:
     """A round costs the same after 100 tokens and after 10,000."""
     rng, read = random.Random(0), []
-    proposer = PromptLookupProposer(num_drafts=4, max_ngram=3, device=CPU)
+    proposer = toys.Remembering(PromptLookupProposer(num_drafts=4, max_ngram=3, device=CPU))
     for length in (100, 10_000):
         text = Counting(rng.randrange(50) for _ in range(length))
         proposer.begin(torch.zeros(1, length, 0))

@@ -15,12 +15,12 @@ import torch
 from dspec.calibration.sts import Calibration
 from dspec.decoding import base
 from dspec.decoding import speculative as decoding
-from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, PerRow
 from dspec.decoding.factory import speculative
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer, Proposal
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import ConfidenceThreshold
 from dspec.errors import UserError
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ WARM = Sampling(temperature=0.8, top_p=0.9)
 
 
 def _greedy(toys: SimpleNamespace, target, proposer, texts, *, new: int, stops=(), **options) -> list[Generation]:
-    decoder = Speculative(target=target, proposer=proposer, sampling=toys.GREEDY, **options)
+    decoder = toys.speculative(target=target, proposer=proposer, sampling=toys.GREEDY, **options)
     return decoder.decode(texts, max_new_tokens=new, stop_ids=stops, seeds=[0] * len(texts))
 
 
@@ -140,7 +140,7 @@ def test_batch_equals_singles_with_compaction(
     target = toys.target("llama", seed=3, vocab=8, scale=0.4)
     draft = toys.draft(target, head=head, confidence=threshold > 0, scale=0.4)
     options = {"sampling": sampling, "confidence_threshold": threshold}
-    decoder = Speculative(target=target, proposer=DraftProposer(draft), **options)
+    decoder = toys.speculative(target=target, proposer=DraftProposer(draft), **options)
     texts = toys.prompts(random.Random(4), 7, vocab=8)
     free = decoder.decode(texts, max_new_tokens=14, stop_ids=(), seeds=range(7))
     for stop in sorted({g.tokens[2] for g in free}):
@@ -148,9 +148,14 @@ def test_batch_equals_singles_with_compaction(
         for seed, (text, got, whole) in enumerate(zip(texts, batch, free, strict=True)):
             (alone,) = decoder.decode([text], max_new_tokens=14, stop_ids=[stop], seeds=[seed])
             assert got.tokens == alone.tokens == toys.cut(whole.tokens, [stop], 14)
-            assert got.rounds == alone.rounds
+            assert shown(got) == shown(alone)
             assert got.nfe == alone.nfe
         assert len({len(g.tokens) for g in batch}) > 1
+
+
+def shown(generation: Generation) -> list[tuple[int, int, int]]:
+    """What each round's slots showed; how wide its pass was depends on the batch."""
+    return [(r.drafted, r.accepted, r.valid) for r in generation.rounds]
 
 
 class _Scripted:
@@ -162,13 +167,11 @@ class _Scripted:
     def __init__(self, script: list[tuple[int, ...]], *, drafts: int, vocab: int) -> None:
         self.script, self.num_drafts, self.vocab = script, drafts, vocab
 
-    def begin(self, features_BLF: torch.Tensor) -> None:
-        self.rows, self.round = list(range(len(self.script))), 0
+    def start(self, features_BLF: torch.Tensor) -> PerRow[int]:
+        self.round = 0
+        return PerRow(range(len(self.script)))
 
-    def extend(self, features_BLF: torch.Tensor, start_B: list[int]) -> None: ...
-
-    def select(self, rows: torch.Tensor) -> None:
-        self.rows = [self.rows[i] for i in rows.tolist()]
+    def extend(self, memory: PerRow[int], features_BLF: torch.Tensor, start_B: list[int]) -> None: ...
 
     def settings(self) -> dict:
         return {}
@@ -177,20 +180,22 @@ class _Scripted:
         right = self.script[row][turn % len(self.script[row])]
         return [(anchor + 1 + k + (k >= right)) % self.vocab for k in range(self.num_drafts)]
 
-    def propose(self, history, *, sampling, uniform_BJ, confidence) -> Proposal:
-        tokens = [self.drafts(row, self.round, text[-1]) for row, text in zip(self.rows, history, strict=True)]
+    def propose(self, memory, text_B, *, samplings, uniform_BJ, confidence) -> Proposal:
+        tokens = [self.drafts(row, self.round, text[-1]) for row, text in zip(memory, text_B, strict=True)]
         self.round += 1
         return Proposal(torch.tensor(tokens), torch.full((len(tokens),), self.num_drafts))
 
 
-def _account(proposer: _Scripted, row: int, start: int, stop: int, limit: int) -> tuple[list[int], list[Round]]:
+def _account(
+    proposer: _Scripted, row: int, start: int, stop: int, limit: int
+) -> tuple[list[int], list[tuple[int, int, int]]]:
     """Tokens and rounds straight from the definitions, on the text start+1, start+2, ..."""
     tokens, rounds = [start + 1], []
     while tokens[-1] != stop and len(tokens) < limit:
         drafts = proposer.drafts(row, len(rounds), tokens[-1])
         counts = [len(tokens) + k < limit and stop not in drafts[:k] for k in range(len(drafts))]
         right = [drafts[: k + 1] == [tokens[-1] + 1 + i for i in range(k + 1)] for k in range(len(drafts))]
-        rounds.append(Round(len(drafts), sum(c and r for c, r in zip(counts, right, strict=True)), sum(counts)))
+        rounds.append((len(drafts), sum(c and r for c, r in zip(counts, right, strict=True)), sum(counts)))
         for _ in range(sum(right) + 1):
             if tokens[-1] != stop and len(tokens) < limit:
                 tokens.append(tokens[-1] + 1)
@@ -208,14 +213,14 @@ def test_accounting_with_a_stop_at_every_place(toys: SimpleNamespace) -> None:
         result = _greedy(toys, target, proposer, texts, new=limit, stops=[stop])
         for row, got in enumerate(result):
             tokens, rounds = _account(proposer, row, start, stop, limit)
-            assert (got.tokens, got.rounds) == (tokens, rounds), (script[row], stop, limit)
+            assert (got.tokens, shown(got)) == (tokens, rounds), (script[row], stop, limit)
             assert got.stopped == (tokens[-1] == stop)
             assert (got.prefill_forwards, got.prefill_tokens) == (1, 1)
             assert (got.forwards, got.nfe) == (len(rounds), len(rounds) + 1)
             assert got.positions_computed % (J + 1) == 0
             assert got.positions_computed >= (J + 1) * len(rounds)  # more while it rides along, done
             if got.stopped and rounds:
-                at_stop.add((rounds[-1].accepted, rounds[-1].valid))
+                at_stop.add(rounds[-1][1:])
     # the stop was each of the drafts, the bonus behind a mistake (a < v = J) and behind a full block (J, J)
     assert {(1, 1), (2, 2), (3, 3), (0, 3), (1, 3), (2, 3)} <= at_stop
     # a mistaken draft that happens to be the stop ends what counts, though it was rejected
@@ -259,13 +264,12 @@ def test_threshold_cuts_at_the_first_slot_that_is_not_sure(toys: SimpleNamespace
     """A sure slot behind an unsure one is not sent: its confidence has seen the token before it."""
     logits = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     counts = torch.arange(200) % 5
-    lookup = PromptLookupProposer(num_drafts=4, max_ngram=1, device=CPU)
     for scale in (None, (0.1, 1.0, 2.0, 5.0)):
-        decoder = Speculative(target=toys.target(), proposer=lookup, sampling=WARM, confidence_threshold=0.6)
-        decoder.temperatures = scale
+        fitted = None if scale is None else Calibration(scale, WARM.temperature, WARM.top_p)
+        policy = ConfidenceThreshold(0.6, calibration=fitted)
         proposal = Proposal(torch.zeros(200, 4, dtype=torch.long), counts.clone(), confidence_BJ=logits)
-        decoder._truncate(proposal)
-        for row, count, got in zip(logits.tolist(), counts.tolist(), proposal.count_B.tolist(), strict=True):
+        sent = policy(proposal, [WARM] * 200).tolist()
+        for row, count, got in zip(logits.tolist(), counts.tolist(), sent, strict=True):
             sure = [1 / (1 + math.exp(-z / t)) >= 0.6 for z, t in zip(row, scale or (1,) * 4, strict=True)]
             assert got == next((k for k in range(count) if not sure[k]), count)
 
@@ -275,13 +279,12 @@ def test_calibration_is_used_where_it_applies(toys: SimpleNamespace) -> None:
     proposer = DraftProposer(toys.draft(target, seed=8, head="vanilla", confidence=True))
     sure = Calibration(temperatures=(1e-9,) * 4, temperature=0.0, top_p=1.0)  # every logit becomes 0 or 1
     options = {"target": target, "proposer": proposer, "sampling": toys.GREEDY, "confidence_threshold": 0.5}
-    decoder = Speculative(**options, calibration=sure)
-    assert decoder.temperatures == sure.temperatures
-    assert decoder.settings()["sts"] is True
+    assert toys.speculative(**options, calibration=sure).settings()["sts"] is True
     other = Calibration(temperatures=(1.0,) * 4, temperature=1.0, top_p=1.0)
     with pytest.warns(UserWarning, match=r"temperature=1\.0.*temperature=0\.0"):
-        decoder = Speculative(**options, calibration=other)
-    assert (decoder.temperatures, decoder.settings()["sts"]) == (None, False)
+        assert toys.speculative(**options, calibration=other).settings()["sts"] is False
+    with pytest.warns(UserWarning, match="not used"):  # and where it decodes
+        _greedy(toys, target, proposer, [[1]], new=8, confidence_threshold=0.5, calibration=other)
     texts, counts = toys.prompts(random.Random(2), 5, vocab=11), []
     for t in (0.05, 20.0):  # at threshold 0.6 flat temperatures leave nothing, sharp ones do
         scaled = Calibration(temperatures=(t,) * 4, temperature=0.0, top_p=1.0)
@@ -316,20 +319,17 @@ def test_calibration_is_used_for_the_drafts_it_was_fitted_on(
     build = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.5} | options
     warns = nullcontext() if fitted else pytest.warns(UserWarning, match=r"not used, confidences stay raw")
     with warns:
-        decoder = speculative(target=target, draft=draft, sampling=toys.GREEDY, **build)
+        decoder = speculative(target=target, draft=draft, **build)
     assert isinstance(decoder, Speculative)
-    assert decoder.temperatures == (draft.calibration.temperatures if fitted else None)
-    assert decoder.settings()["sts"] is fitted
+    assert decoder.policy.calibration == (draft.calibration if fitted else None)
+    assert decoder.settings(toys.GREEDY)["sts"] is fitted
     with warnings.catch_warnings():  # nothing is used, nothing is said
         warnings.simplefilter("error")
-        assert (
-            "sts"
-            not in speculative(
-                target=target, draft=draft, sampling=toys.GREEDY, **build | {"confidence_threshold": 0.0}
-            ).settings()
+        assert "sts" not in speculative(target=target, draft=draft, **build | {"confidence_threshold": 0.0}).settings(
+            toys.GREEDY
         )
         draft.calibration = None
-        assert not speculative(target=target, draft=draft, sampling=toys.GREEDY, **build).settings()["sts"]
+        assert not speculative(target=target, draft=draft, **build).settings(toys.GREEDY)["sts"]
 
 
 def test_a_drafter_without_a_head_is_calibrated_as_it_is(toys: SimpleNamespace) -> None:
@@ -354,8 +354,8 @@ def test_every_prompt_needs_its_seed(toys: SimpleNamespace, sampling: Sampling, 
     target = toys.target()
     lookup = PromptLookupProposer(num_drafts=2, max_ngram=2, device=CPU)
     decoders = [
-        Speculative(target=target, proposer=lookup, sampling=sampling),
-        Autoregressive(target=target, sampling=sampling),
+        toys.speculative(target=target, proposer=lookup, sampling=sampling),
+        toys.autoregressive(target=target, sampling=sampling),
     ]
     for decoder in decoders:
         with pytest.raises(UserError, match=f"{len(seeds)} seeds for 3 prompts"):
@@ -384,7 +384,7 @@ def test_no_uniform_is_used_twice(toys: SimpleNamespace, monkeypatch: pytest.Mon
     monkeypatch.setattr(proposer, "propose", watched_propose)
     monkeypatch.setattr(decoding, "verify_sampled", watched_verify)
     monkeypatch.setattr(base, "draw", watched_first)
-    decoder = Speculative(target=target, proposer=proposer, sampling=WARM)
+    decoder = toys.speculative(target=target, proposer=proposer, sampling=WARM)
     decoder.decode([[1, 2], [3]], max_new_tokens=12, stop_ids=(), seeds=[0, 1])
     assert {who for who, _ in used} == {"prefill", "draft", "accept", "behind"}
     values = [value for _, uniforms in used for value in uniforms.flatten().tolist()]

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from dspec.decoding.base import Generation, Limits, record
+from dspec.decoding.base import Generation, Request, Row
+from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.models.language_model import embedded_target
 
@@ -73,26 +74,32 @@ def test_rounds_are_recorded_as_token_by_token(tokenizer: PreTrainedTokenizerBas
     rng = random.Random(seed)
     for ids in texts(tokenizer, rng, 20):
         strings = rng.sample(["\n", "Question:", "return", "4", "\u00e9"], 2)
-        limits = Limits(
-            max_new_tokens=rng.randint(1, 40), stop_ids=(rng.choice(ids),), ends=StopStrings(tokenizer, strings)
+        request = Request(
+            ids=[0],
+            sampling=GREEDY,
+            seed=0,
+            max_new_tokens=rng.randint(1, 40),
+            stop_ids=(rng.choice(ids),),
+            should_stop=StopStrings(tokenizer, strings),
         )
 
-        def stops(text: list[int], limits: Limits = limits, strings: list[str] = strings) -> bool:
-            return text[-1] in limits.stop_ids or one_by_one(tokenizer, strings, text, len(text) - 1) is not None
+        def stops(text: list[int], request: Request = request, strings: list[str] = strings) -> bool:
+            return text[-1] in request.stop_ids or one_by_one(tokenizer, strings, text, len(text) - 1) is not None
 
-        got, expected, at = Generation(), Generation(), 0
-        while at < len(ids) and not got.done(limits):
+        row, expected, at = Row(request, [0], Generation()), Row(request, [0], Generation()), 0
+        got, wanted = row.generation, expected.generation
+        while at < len(ids) and not row.done:
             drafts = ids[at : at + rng.randint(0, 7)]
             accepted = rng.randint(0, len(drafts))
             following = rng.choice(ids)
-            valid = min(len(drafts), limits.max_new_tokens - len(expected.tokens))
-            valid = next((k + 1 for k in range(valid) if stops([*expected.tokens, *drafts[: k + 1]])), valid)
+            valid = min(len(drafts), request.max_new_tokens - len(wanted.tokens))
+            valid = next((k + 1 for k in range(valid) if stops([*wanted.tokens, *drafts[: k + 1]])), valid)
             for token in [*drafts[:accepted], following]:
-                if not expected.done(limits):
-                    expected.tokens.append(token)
-                    expected.stopped = stops(expected.tokens)
-            record(got, drafts, accepted, following, (), limits)
-            assert (got.tokens, got.stopped) == (expected.tokens, expected.stopped)
+                if not expected.done:
+                    wanted.tokens.append(token)
+                    wanted.stopped = stops(wanted.tokens)
+            row.commit_round(drafts, accepted, following, positions=len(drafts) + 1)
+            assert (got.tokens, got.stopped, row.text) == (wanted.tokens, wanted.stopped, [0, *wanted.tokens])
             assert (got.rounds[-1].valid, got.rounds[-1].accepted) == (valid, min(accepted, valid))
             at += accepted + 1
 
@@ -105,7 +112,8 @@ def test_few_looks_a_round(tokenizer: PreTrainedTokenizerBase) -> None:
         return tokenizer.decode(*args, **kwargs)
 
     ends = StopStrings(SimpleNamespace(decode=decode), ["never"])  # type: ignore[arg-type]
-    generation = Generation()
-    record(generation, list(range(40, 56)), 16, 60, (), Limits(max_new_tokens=99, stop_ids=(), ends=ends))
-    assert len(generation.tokens) == 17
+    request = Request(ids=[0], sampling=GREEDY, seed=0, max_new_tokens=99, stop_ids=(), should_stop=ends)
+    row = Row(request, [0], Generation())
+    row.commit_round(list(range(40, 56)), 16, 60, positions=17)
+    assert len(row.generation.tokens) == 17
     assert len(looks) <= 2

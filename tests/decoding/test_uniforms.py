@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dspec.decoding import speculative
+from dspec.decoding.base import State
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
-from dspec.decoding.speculative import Speculative
 
 
 @pytest.mark.parametrize("lookup", [False, True])
@@ -39,11 +39,13 @@ def test_no_uniform_is_used_twice(toys: SimpleNamespace, monkeypatch: pytest.Mon
             return super().propose(*args, uniform_BJ=uniform_BJ, **options)
 
     monkeypatch.setattr(speculative, "verify_sampled", verified)
-    monkeypatch.setattr(speculative, "rows_to_keep", lambda active: None)
+    monkeypatch.setattr(
+        State, "drop_finished", lambda state: state.select([] if all(r.done for r in state.rows) else range(rows))
+    )
     proposer = Noting(toys.draft(target, head="vanilla"))
     if lookup:
         proposer = PromptLookupProposer(num_drafts=4, max_ngram=1, device=torch.device("cpu"))
-    decoder = Speculative(target=target, proposer=proposer, sampling=Sampling(temperature=1.0, top_p=1.0))
+    decoder = toys.speculative(target=target, proposer=proposer, sampling=Sampling(temperature=1.0, top_p=1.0))
     decoder.decode(toys.prompts(random.Random(0), rows, vocab=8), max_new_tokens=20, stop_ids=(), seeds=[1, 2, 3])
     everything = []
     for seed, parts in enumerate(used, start=1):

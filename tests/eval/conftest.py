@@ -3,15 +3,16 @@
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Limits
+from dspec.decoding.base import Generation, Pass, Request, Row, State
+from dspec.decoding.sampling import Streams
+from dspec.models.cache import PositionCache
 from dspec.models.language_model import LanguageModel
 from eval.run import main
 
@@ -41,23 +42,23 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], A
     The prompts and tokens of every call go to the mapping that comes back.
     """
 
-    def decode(self: Autoregressive, prompts: Any, *, script: Mapping[str, str], seen: Answers, **how: Any) -> Any:
-        tokenizer, done = self.target.tokenizer, []
-        limits = Limits(**{key: value for key, value in how.items() if key != "seeds"})
-        for ids in prompts:
-            text = tokenizer.decode(ids)
+    def start(self: Autoregressive, asked: Sequence[Request], *, script: Mapping[str, str], seen: Answers) -> State:
+        tokenizer, rows = self.target.tokenizer, []
+        for request in asked:
+            text = tokenizer.decode(request.ids)
             answer = next(script[prompt] for prompt in sorted(script, key=len, reverse=True) if prompt in text)
-            generation = Generation(prefill_tokens=1, prefill_forwards=1)
-            generation.emit([*tokenizer(answer)["input_ids"], limits.stop_ids[0]], limits)
-            generation.forwards = len(generation.tokens) - 1
-            seen[tuple(ids)] = generation.tokens
-            done.append(generation)
-        return done
+            row = Row(request, list(request.ids), Generation())
+            row.commit([*tokenizer(answer)["input_ids"], request.stop_ids[0]])
+            decoded = [Pass("decode", 1)] * (len(row.generation.tokens) - 1)
+            row.generation.passes = [Pass("prefill", 1), *decoded]
+            seen[tuple(request.ids)] = row.generation.tokens
+            rows.append(row)
+        return State(rows, PositionCache(0), Streams([0] * len(rows), self.target.device))
 
     def call(script: Mapping[str, str]) -> Answers:
         seen: Answers = {}
         monkeypatch.setattr(LanguageModel, "max_positions", 1 << 20)
-        monkeypatch.setattr(Autoregressive, "decode", functools.partialmethod(decode, script=script, seen=seen))
+        monkeypatch.setattr(Autoregressive, "start", functools.partialmethod(start, script=script, seen=seen))
         return seen
 
     return call

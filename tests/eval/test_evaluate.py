@@ -311,11 +311,11 @@ def test_each_decoder_goes_first_in_its_turn(
     order: list[str] = []
     for cls in (Autoregressive, Speculative):
 
-        def decode(self: Any, *args: Any, whole: Any = cls.decode, **how: Any) -> Any:
+        def start(self: Any, requests: Any, whole: Any = cls.start) -> Any:
             order.append(type(self).__name__)
-            return whole(self, *args, **how)
+            return whole(self, requests)
 
-        monkeypatch.setattr(cls, "decode", decode)
+        monkeypatch.setattr(cls, "start", start)
     run(target, tmp_path / "a", evaluation(0.0, temperatures=[0.0], generate_prompts=0, warmup=0), Echo(PROMPTS[:3]))
     assert order == ["Autoregressive", "Speculative", "Speculative", "Autoregressive", "Autoregressive", "Speculative"]
     assert [row["decoder"] for row in written(tmp_path / "a")[1:]] == ["autoregressive", "lookup"] * 3
@@ -358,4 +358,4 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     with pytest.raises(UserError, match="must contain base_autoregressive"):
         evaluation(0.0).rows(target=trained, contenders=contenders, **settings)
     with pytest.raises(UserError, match="needs target="):
-        factory.on_base(target=trained, draft=None, sampling=CONTENDERS, base=None, build=lookup)  # type: ignore[arg-type]
+        factory.on_base(target=trained, draft=None, base=None, build=lookup)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 
 from dspec.config import composed, instantiate
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation
+from dspec.decoding.base import Row, State
 from dspec.decoding.speculative import Speculative
 from eval import lm_eval as command
 from eval.sandbox.sandbox import available_layers
@@ -153,15 +153,16 @@ def test_lm_evals_own_prompt_and_stops(shared: None) -> None:
 
 def test_counts_are_eval_runs(shared: None, lm_eval: Any, eval_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real decoder on the real model: the same tokens, and tpf, tau and nfe in lm-eval's results."""
-    decode, tokens = Speculative.decode, []
+    started: list[Row] = []
+    start = Speculative.start
 
-    def spy(self: Speculative, prompts: Any, **how: Any) -> list[Generation]:
-        done = decode(self, prompts, **how)
-        tokens.extend((tuple(ids), g.tokens) for ids, g in zip(prompts, done, strict=True))
-        return done
+    def spy(self: Speculative, requests: Any) -> State:
+        state = start(self, requests)
+        started.extend(state.rows)
+        return state
 
     settings = ["benchmark.gsm8k_4shot.shots=1", "benchmark.gsm8k_4shot.chat=false"]
-    monkeypatch.setattr(Speculative, "decode", spy)
+    monkeypatch.setattr(Speculative, "start", spy)
     found = eval_run(
         "benchmark=gsm8k_4shot",
         "decoder=prompt_lookup",
@@ -169,13 +170,14 @@ def test_counts_are_eval_runs(shared: None, lm_eval: Any, eval_run: Any, monkeyp
         "benchmark.gsm8k_4shot.max_new_tokens=24",
         *settings,
     )
-    in_run = dict(tokens)
-    tokens.clear()
+    in_run = {tuple(row.request.ids): row.generation.tokens for row in started}
+    started.clear()
     theirs = lm_eval(
         *("--model_args", "target=tiny,decoder=prompt_lookup", "--tasks", "dspec_gsm8k"),
         *("--num_fewshot", "1", "--limit", "2", "--gen_kwargs", "max_gen_toks=24"),
     )
-    assert (len(tokens), dict(tokens)) == (2, in_run)
+    in_lm_eval = {tuple(row.request.ids): row.generation.tokens for row in started}
+    assert (len(started), in_lm_eval) == (2, in_run)
     (row,) = (row for row in found.rows if row["method"] == "prompt lookup")
     kept = theirs.config["dspec"]["tasks"]["dspec_gsm8k"]
     assert kept == {key: row[key] for key in kept}
@@ -244,7 +246,7 @@ def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, shar
     def broken(self: Any, *_: Any, **__: Any) -> None:
         raise ValueError("a fault")
 
-    monkeypatch.setattr(Autoregressive, "decode", broken)
+    monkeypatch.setattr(Autoregressive, "start", broken)
     args = ["--model", "dspec", "--model_args", "target=tiny", "--tasks", "dspec_humaneval", "--limit", "1"]
     monkeypatch.setattr(sys, "argv", ["eval.lm_eval", *args])
     with pytest.raises(ValueError, match="a fault"):

@@ -6,17 +6,22 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, Pass
 from eval.intervals import bootstrap, wilson
 from eval.results import pool
 from eval.rows import acceptance, batch_speedups, counts, median_over_prompts, row
 from eval.samples import Sample
 
 
-def generation(tokens: int, rounds: Sequence[Round]) -> Generation:
-    return Generation(
-        list(range(tokens)), prefill_tokens=1, prefill_forwards=1, forwards=len(rounds), rounds=list(rounds)
-    )
+def Round(drafted: int, accepted: int, valid: int) -> Pass:  # noqa: N802  the tests' shorthand
+    return Pass("verify", drafted=drafted, accepted=accepted, valid=valid)
+
+
+PREFILL = Pass("prefill", 1)
+
+
+def generation(tokens: int, rounds: Sequence[Pass]) -> Generation:
+    return Generation(list(range(tokens)), passes=[PREFILL, *rounds])
 
 
 def test_counts_follow_the_definitions() -> None:
@@ -33,7 +38,7 @@ def test_counts_follow_the_definitions() -> None:
 def test_passes_that_are_no_rounds_and_prefills_that_emit_nothing() -> None:
     """What a diffusion or any-order decoder does: several passes per round, no token from the prompt's own pass."""
     rounds = [Round(4, 3, 4), Round(4, 1, 4)]
-    done = Generation(list(range(6)), prefill_tokens=0, prefill_forwards=1, forwards=5, rounds=rounds)
+    done = Generation(list(range(6)), passes=[Pass("prefill"), *[Pass("decode")] * 3, *rounds])
     got = counts([done])
     assert (got["tau"], got["tpf"], got["tpf_with_prefill"]) == (6 / 2, 6 / 5, 6 / 6)
     assert pool([got, got])["tau"] == 3
@@ -42,7 +47,7 @@ def test_passes_that_are_no_rounds_and_prefills_that_emit_nothing() -> None:
 
 
 def test_plain_ar_is_exactly_one() -> None:
-    plain = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2)
+    plain = Generation([1, 2, 3], passes=[PREFILL, *[Pass("decode", 1)] * 2])
     assert counts([plain]) | {"tau": None} == counts([plain])
     assert counts([plain])["tpf"] == 1
     assert acceptance([plain]) is None
@@ -83,7 +88,7 @@ def test_two_speedups_where_a_method_trains_the_targets_own_weights() -> None:
 
 
 def test_branches_are_counted_beside_passes() -> None:
-    branched = Generation([1, 2, 3], prefill_tokens=1, prefill_forwards=1, forwards=2, branches=5)
+    branched = Generation([1, 2, 3], passes=[PREFILL, Pass("verify", 1, branches=4), Pass("verify", 1, branches=3)])
     got = counts([branched])
     assert (got["nfe"], got["branch_forwards"], got["tpf"]) == (3, 7, 1)
 
@@ -128,7 +133,7 @@ def test_bootstrap_covers_the_mean_about_95_times_in_100() -> None:
 def test_each_interval_is_of_its_own_statistic() -> None:
     """Prompts that are all alike leave no spread, so that an interval is the headline number itself."""
     rounds = [Round(3, 2, 3), Round(3, 2, 3)]
-    alike = Generation(list(range(7)), prefill_tokens=1, prefill_forwards=1, forwards=3, rounds=rounds)
+    alike = Generation(list(range(7)), passes=[PREFILL, Pass("decode"), *rounds])
     base = [sample(4, 4.0, batch=i) for i in range(5)]
     fast = [replace(s, generation=alike) for s in base]
     got = row(fast, base, base, quality="right", greedy=True, seed=0)

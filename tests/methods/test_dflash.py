@@ -91,7 +91,7 @@ def _method(toys: SimpleNamespace, *, cls: type = DFlash, seed: int = 0, **chang
 
 
 def _at(method: DFlash, batch: Batch, anchors: Tensor, valid: Tensor) -> LossOutput:
-    return method.loss_at(batch, method.target(batch.ids_BL), anchors, valid)
+    return method.loss_at(batch, method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids), anchors, valid)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ def test_labels_and_supervision_against_brute_force(toys: SimpleNamespace, layou
     batch, L = _batch(length=12), 12
     anchors = torch.tensor([[2, 4, 5, 10, 3], [3, 6, 7, 9, 5], [4, 8, 5, 6, 4]])
     valid = torch.tensor([[True] * 4 + [False]] * 3)
-    blocks = method.draft_blocks(batch, method.target(batch.ids_BL), anchors, valid)
+    blocks = method.draft_blocks(
+        batch, method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids), anchors, valid
+    )
     J = block - (layout == "fill_in")
     assert blocks.hidden_BNJD.shape == (3, 5, J, 16)
     supervised = 0
@@ -130,11 +132,11 @@ def test_blocks_see_what_the_decoder_sees(toys: SimpleNamespace, layout: str) ->
     method = _method(toys, layout=layout, block=3)
     draft, batch = method.draft, _batch(length=12)
     anchors = torch.tensor([[2, 4, 5], [3, 6, 9], [4, 8, 5]])
-    output = method.target(batch.ids_BL)
+    output = method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids)
     blocks = method.draft_blocks(batch, output, anchors, torch.ones_like(anchors, dtype=torch.bool))
     for b, n in itertools.product(range(3), range(3)):
         a = int(anchors[b, n])
-        prefix = method.target(batch.ids_BL[b : b + 1, : a + 1])
+        prefix = method.target(batch.ids_BL[b : b + 1, : a + 1], taps=method.draft.config.target_layer_ids)
         ids = torch.tensor([[int(batch.ids_BL[b, a]), 10, 10]])
         hidden = draft(ids, a + torch.arange(3)[None], mask=None, features_BSF=prefix.features_BLF[:, :a])
         expected = hidden[0, draft.config.first_slot :]
@@ -147,12 +149,12 @@ def test_the_aim_is_the_targets_own_law(toys: SimpleNamespace, layout: str) -> N
     """`at` points at the hidden state from which the target predicts the slot's label."""
     method = _method(toys, layout=layout)
     batch = _batch()
-    output = method.target(batch.ids_BL)
+    output = method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids)
     anchors, valid = sample_anchors(batch.loss_BL, 4, generators=_seeded())
     blocks = method.draft_blocks(batch, output, anchors, valid)
     for b, n, k in blocks.supervised_BNJ.nonzero().tolist():
         before = batch.ids_BL[b : b + 1, : int(anchors[b, n]) + k + 1]  # all tokens before the label
-        own = method.target(before).hidden_BLD[0, -1]
+        own = method.target(before, taps=method.draft.config.target_layer_ids).hidden_BLD[0, -1]
         torch.testing.assert_close(output.hidden_BLD[b, blocks.at_BNJ[b, n, k]], own, rtol=0, atol=1e-10)
 
 
@@ -190,7 +192,7 @@ def test_tiled_attention_equals_the_dense_one(
 def _naive(method: DFlash, batch: Batch, anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted CE + L1 + confidence, slot by slot with Python loops."""
     draft, J = method.draft, method.draft.config.num_drafts
-    output = method.target(batch.ids_BL)
+    output = method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids)
     blocks = method.draft_blocks(batch, output, anchors, valid)
     total = weight = torch.zeros((), dtype=torch.float64)
     for b, n in itertools.product(range(anchors.shape[0]), range(anchors.shape[1])):
@@ -295,7 +297,9 @@ def test_metrics_are_sums_and_counts(toys: SimpleNamespace) -> None:
     batch = _batch()
     anchors, valid = sample_anchors(batch.loss_BL, 4, generators=_seeded())
     result = _at(method, batch, anchors, valid)
-    blocks = method.draft_blocks(batch, method.target(batch.ids_BL), anchors, valid)
+    blocks = method.draft_blocks(
+        batch, method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids), anchors, valid
+    )
     count_J = blocks.supervised_BNJ.sum((0, 1))
     for name in ("accept", "match"):
         value, count = result.metrics[name]
@@ -415,7 +419,6 @@ def test_loss_survives_a_decoder_that_tapped_other_layers(toys: SimpleNamespace)
     method = _method(toys)
     before = method.loss(_batch(), generators=_seeded())
     toys.ar(method.target, [[1, 2]], 3)
-    assert method.target.tap_ids == ()
     assert torch.equal(method.loss(_batch(), generators=_seeded()).loss_sum, before.loss_sum)
 
 

@@ -59,8 +59,7 @@ def generators(seed: int = 0) -> list[torch.Generator]:
 
 def hidden(of: Any, batch: TrajectoryBatch, ids: Tensor, window: int | None) -> Tensor:
     predicate = masks.noise_conditioned(batch.document_BL, batch.block_BL, batch.noisy_BL, window=window)
-    mask = masks.dense(predicate, batch=ids.shape[0], queries=ids.shape[1], keys=ids.shape[1], device=CPU)
-    return of(ids, positions_BL=batch.positions_BL, mask=masks.additive(mask, of.dtype)).hidden_BLD
+    return of(ids, positions_BL=batch.positions_BL, mask=predicate).hidden_BLD
 
 
 def test_layout() -> None:

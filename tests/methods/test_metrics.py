@@ -23,7 +23,7 @@ def test_match_counts_greedy_agreement_slot_by_slot(toys: SimpleNamespace) -> No
     anchors, valid = torch.tensor([[2, 5, 8, 11]] * 3), torch.ones(3, 4, dtype=torch.bool)
     for seed in range(6):
         method = DFlash(target=target, draft=toys.draft(target, seed=seed), **SETTINGS)
-        batch, output = Batch(ids, torch.ones(3, 14, dtype=torch.bool)), target(ids)
+        batch, output = Batch(ids, torch.ones(3, 14, dtype=torch.bool)), target(ids, taps=(0, 2))
         blocks = method.draft_blocks(batch, output, anchors, valid)
         drafted = method.draft.lm_head(blocks.hidden_BNJD).argmax(-1)
         said = target.logits(output.hidden_BLD).argmax(-1)

@@ -25,14 +25,14 @@ def test_reads_back_what_was_last_written(seed: int) -> None:
         if step % 3 == 2:
             ends = [min(ends)] * len(ends)  # the fast path: all rows at the same place
         starts = [rng.randint(max(0, end - 4), end) for end in ends] if step % 3 != 2 else ends
-        cache.at(starts, length)
-        assert cache.end == max(starts) + length
+        window = cache.window(starts, length)
+        assert window.end == max(starts) + length
         for layer in range(2):
             k, v = _states(len(starts), length)
-            keys, values = cache.update(k, v, layer)
+            keys, values = window.update(k, v, layer)
             for b, start in enumerate(starts):
                 rows[layer][b].update({start + i: (k[b, :, i], v[b, :, i]) for i in range(length)})
-            assert keys.shape == values.shape == (len(starts), H, cache.end, W)
+            assert keys.shape == values.shape == (len(starts), H, window.end, W)
             for b, row in enumerate(rows[layer]):
                 for position in range(starts[b] + length):
                     assert torch.equal(keys[b, :, position], row[position][0])
@@ -40,7 +40,7 @@ def test_reads_back_what_was_last_written(seed: int) -> None:
         ends = [start + length for start in starts]
         if step == 7:
             keep = [2, 0]
-            cache.select(torch.tensor(keep))
+            cache.select(keep)
             ends, rows = [ends[i] for i in keep], [[layer[i] for i in keep] for layer in rows]
 
 
@@ -48,8 +48,7 @@ def test_growth() -> None:
     cache = PositionCache(1)
     sizes = []
     for start in range(0, 4 * _CHUNK, 64):
-        cache.at([start], 64)
-        cache.update(*_states(1, 64), 0)
+        cache.window([start], 64).update(*_states(1, 64), 0)
         sizes.append(cache.layers[0].keys.shape[2])
     assert all(size % _CHUNK == 0 for size in sizes)
     assert all(size >= start + 64 for start, size in zip(range(0, 4 * _CHUNK, 64), sizes, strict=True))
@@ -57,7 +56,34 @@ def test_growth() -> None:
     assert cache.layers[0].values.shape == cache.layers[0].keys.shape
 
 
+def test_rows_of_another_cache_join_behind() -> None:
+    one, other = PositionCache(2), PositionCache(2)
+    states = {}
+    for cache, rows, length in ((one, 2, 3), (other, 1, _CHUNK + 40)):
+        for layer in range(2):
+            states[cache, layer] = _states(rows, length)
+            cache.window([0] * rows, length).update(*states[cache, layer], layer)
+    one.join(other)
+    for layer, held in enumerate(one.layers):
+        for kind, buffer in enumerate((held.keys, held.values)):
+            assert torch.equal(buffer[:2, :, :3], states[one, layer][kind])
+            assert torch.equal(buffer[2:, :, : _CHUNK + 40], states[other, layer][kind])
+    with pytest.raises(ValueError, match="once a pass has written both"):
+        one.join(PositionCache(2))
+
+
+def test_places_are_moved_as_they_were() -> None:
+    """Overlapping moves read before they write, and touch no other place."""
+    cache, (keys, values) = PositionCache(1), _states(3, 8)
+    cache.window([0] * 3, 8).update(keys.clone(), values.clone(), 0)
+    cache.move([0, 0, 2], [3, 4, 7], [2, 3, 0])
+    for before, after in ((keys, cache.layers[0].keys), (values, cache.layers[0].values)):
+        expected = before.clone()
+        expected[0, :, 2], expected[0, :, 3], expected[2, :, 0] = before[0, :, 3], before[0, :, 4], before[2, :, 7]
+        assert torch.equal(after[:, :, :8], expected)
+
+
 def test_select_before_the_first_write() -> None:
     cache = PositionCache(1)
-    cache.select(torch.tensor([0]))
-    assert cache.end == 0
+    cache.select([0])
+    assert cache.layers[0].keys is None

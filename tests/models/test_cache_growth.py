@@ -11,7 +11,7 @@ def test_buffers_are_copied_a_logarithmic_number_of_times() -> None:
     cache, capacities = PositionCache(1), []
     one = torch.zeros(1, 1, 64, 1)
     for start in range(0, 16_384, 64):
-        cache.at([start], 64).update(one, one, 0)
+        cache.window([start], 64).update(one, one, 0)
         capacities.append(cache.layers[0].keys.shape[2])
     grown = sorted(set(capacities))
     assert all(new >= 1.5 * old for old, new in pairwise(grown))

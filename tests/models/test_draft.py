@@ -55,16 +55,16 @@ def test_training_form_equals_decoding_form(toys: SimpleNamespace, block: int) -
                 draft.extend(piece, start_B=at, cache=cache)
             at = [4] * len(rows)
             draft.extend(features[rows, 4:], start_B=at, cache=cache)
-            cache.at(starts, block)
+            window = cache.window(starts, block)
             start = torch.tensor(starts)
             predicate = masks.draft_blocks(start[:, None], start, block=block)
-            mask = masks.dense(predicate, batch=len(rows), queries=block, keys=cache.end, device=CPU)
+            mask = masks.dense(predicate, batch=len(rows), queries=block, keys=window.end, device=CPU)
             ids = draft.block_ids(tokens[rows, n : n + 1])
-            got = draft(ids, start[:, None] + torch.arange(block), mask=mask, cache=cache)
+            got = draft(ids, start[:, None] + torch.arange(block), mask=mask, window=window)
             torch.testing.assert_close(got, whole[rows, n], **EXACT)
             if len(rows) == 1:  # a single row needs no mask
-                cache.at(starts, block)
-                bare = draft(ids, start[:, None] + torch.arange(block), mask=None, cache=cache)
+                window = cache.window(starts, block)
+                bare = draft(ids, start[:, None] + torch.arange(block), mask=None, window=window)
                 torch.testing.assert_close(bare, whole[rows, n], **EXACT)
 
 
@@ -275,7 +275,7 @@ def _build(target, **change: Any) -> Draft:  # type: ignore[no-untyped-def]
 def test_build_draft(toys: SimpleNamespace) -> None:
     target = toys.target("llama", vocab=13, layers=4)
     draft = _build(target)
-    assert draft.config.target_layer_ids == target.tap_ids == (0, 2)
+    assert draft.config.target_layer_ids == (0, 2)
     assert draft.config.transformer.intermediate_size == 24
     assert _build(target, intermediate_size=40).config.transformer.intermediate_size == 40
     assert _build(target, target_layer_ids=[3, 1, 0]).fc.weight.shape == (16, 48)

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import dspec
+from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.models import language_model as target_module
 from dspec.models.language_model import _NORMS, LanguageModel, check_bfloat16, lm_logits, load_language_model
@@ -51,13 +52,10 @@ def test_taps_are_layer_outputs_before_the_final_norm(toys: SimpleNamespace, fam
     ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
     layers, final = _layer_by_layer(target, ids)
     for taps in ((0,), (3,), (0, 2, 3), (3, 1), (1, 1)):
-        target.tap(taps)
-        out = target(ids)
+        out = target(ids, taps=taps)
         torch.testing.assert_close(out.features_BLF, torch.cat([layers[i] for i in taps], -1), **EXACT)
         torch.testing.assert_close(out.hidden_BLD, final, **EXACT)
-        assert target.tap_ids == taps
     assert not torch.allclose(layers[3], final)  # the last id is not the normed output
-    target.tap(())
     assert target(ids).features_BLF.shape == (2, 7, 0)
     logits = target.model(ids).logits
     torch.testing.assert_close(target.logits(final), logits, **EXACT)
@@ -83,9 +81,8 @@ def test_cached_equals_uncached(toys: SimpleNamespace, family: str, seed: int) -
     """Ragged rows fed in chunks, wrong tokens written and overwritten, rows dropped: logits within 1e-10."""
     rng = random.Random(seed)
     target = toys.target(family, seed=seed)
-    target.tap((0, 2))
     texts = [[rng.randrange(11) for _ in range(80)] for _ in range(4)]
-    whole = target(torch.tensor(texts))
+    whole = target(torch.tensor(texts), taps=(0, 2))
     logits = target.logits(whole.hidden_BLD)
     cache, known, rows, ragged = target.new_cache(), [0] * 4, list(range(4)), 0
     while min(known) < 25:
@@ -93,17 +90,58 @@ def test_cached_equals_uncached(toys: SimpleNamespace, family: str, seed: int) -
         ids = [texts[r][k : k + length] for r, k in zip(rows, known, strict=True)]
         right = [rng.randint(1, length) for _ in rows]  # tokens after these are drafts gone wrong
         ids = [row[:n] + [rng.randrange(11) for _ in row[n:]] for row, n in zip(ids, right, strict=True)]
-        out = target(torch.tensor(ids), start_B=known, cache=cache)
+        out = target(torch.tensor(ids), start_B=known, cache=cache, taps=(0, 2))
         got = target.logits(out.hidden_BLD)
         for i, (r, k, n) in enumerate(zip(rows, known, right, strict=True)):
             torch.testing.assert_close(got[i, :n], logits[r, k : k + n], **EXACT)
             torch.testing.assert_close(out.features_BLF[i, :n], whole.features_BLF[r, k : k + n], **EXACT)
         known = [k + n for k, n in zip(known, right, strict=True)]
         if len(rows) == 4 and min(known) > 8:
-            cache.select(torch.tensor([3, 1]))
+            cache.select([3, 1])
             rows, known = [3, 1], [known[3], known[1]]
     assert len(rows) == 2
     assert ragged > 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_several_tokens_at_one_position_and_positions_out_of_order(toys: SimpleNamespace, family: str) -> None:
+    """Continuations side by side in one row behind a cached text give what each gives alone; so do positions that are
+    computed out of order, where the mask says who comes before whom."""
+    target, texts = toys.target(family, seed=1), [[1, 2, 3, 4], [5, 6]]
+    drafts = [[[7, 8, 1], [2, 2, 2]], [[3, 4, 5], [9, 1, 0]]]
+    cache = target.new_cache()
+    target(torch.tensor([texts[0], [*texts[1], 0, 0]]), cache=cache)
+    starts, branch = [len(text) for text in texts], torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)
+    positions = torch.tensor([[s + i for i in (0, 1, 2, 0, 1, 2)] for s in starts])
+    ids = torch.tensor([[*one, *two] for one, two in drafts])
+    mask = masks.branches(torch.tensor(starts), branch)
+    out = target(ids, positions_BL=positions, mask=mask, cache=cache, start_B=starts, taps=(1,))
+    for b, text in enumerate(texts):
+        for n, draft in enumerate(drafts[b]):
+            alone = target(torch.tensor([[*text, *draft]]), taps=(1,))
+            at = slice(3 * n, 3 * n + 3)
+            torch.testing.assert_close(out.hidden_BLD[b, at], alone.hidden_BLD[0, -3:], **EXACT)
+            torch.testing.assert_close(out.features_BLF[b, at], alone.features_BLF[0, -3:], **EXACT)
+    order = torch.tensor([3, 0, 2, 1])  # position p of the text is computed at place order.argsort()[p]
+    text = torch.tensor(texts[:1])
+    shuffled = target(text[:, order], positions_BL=order[None], mask=lambda b, h, q, kv: order[kv] <= order[q])
+    torch.testing.assert_close(shuffled.hidden_BLD[0, order.argsort()], target(text).hidden_BLD[0], **EXACT)
+
+
+@torch.no_grad()
+def test_nothing_stays_behind_between_calls(toys: SimpleNamespace) -> None:
+    """Two texts whose passes alternate, with other taps each: as if each had the model alone."""
+    target, texts = toys.target(seed=2), ([1, 2, 3, 4, 5, 6], [9, 8, 7, 1, 2, 3])
+    taps, caches = ((0,), (2, 1)), [target.new_cache(), target.new_cache()]
+    before = {name: value for name, value in vars(target).items() if not name.startswith("_")}
+    whole = [target(torch.tensor([text]), taps=t) for text, t in zip(texts, taps, strict=True)]
+    for at in range(0, 6, 2):
+        for text, cache, t, expected in zip(texts, caches, taps, whole, strict=True):
+            out = target(torch.tensor([text[at : at + 2]]), start_B=[at], cache=cache, taps=t)
+            torch.testing.assert_close(out.features_BLF[0], expected.features_BLF[0, at : at + 2], **EXACT)
+            torch.testing.assert_close(out.hidden_BLD[0], expected.hidden_BLD[0, at : at + 2], **EXACT)
+    assert {name: value for name, value in vars(target).items() if not name.startswith("_")} == before
 
 
 @torch.no_grad()
@@ -114,20 +152,21 @@ def test_padding_and_packing_change_nothing(toys: SimpleNamespace) -> None:
     padded = target(torch.tensor([a, [*b, 9, 9]])).hidden_BLD
     torch.testing.assert_close(padded[1, :3], alone[1], **EXACT)
     document = torch.tensor([0] * 5 + [1] * 3)
-    mask = ((document[:, None] == document) & torch.ones(8, 8).tril().bool())[None, None]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
-    packed = target(torch.tensor([a + b]), positions_BL=positions, mask=mask).hidden_BLD[0]
+    packed = target(
+        torch.tensor([a + b]), positions_BL=positions, mask=masks.document_causal(document[None])
+    ).hidden_BLD[0]
     torch.testing.assert_close(packed, torch.cat(alone), **EXACT)
 
 
 @torch.no_grad()
 def test_a_pass_from_position_0_has_no_mask(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any lengths, fresh cache or written anew: the causal kernel; and it gives what rows alone give."""
-    seen: list[tuple[bool, bool]] = []
+    seen: list[bool] = []
     plain = target_module.attend
 
     def spy(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-        seen.append((mask is None, options["is_causal"]))
+        seen.append(isinstance(mask, str) and mask == masks.CAUSAL)
         return plain(q, k, v, mask, **options)
 
     monkeypatch.setattr(target_module, "attend", spy)
@@ -138,13 +177,13 @@ def test_a_pass_from_position_0_has_no_mask(toys: SimpleNamespace, monkeypatch: 
     for prompts, held in ((rows[:1], target.new_cache()), (rows, target.new_cache()), (rows, cache)):
         seen.clear()
         whole = target(torch.tensor(prompts), cache=held).hidden_BLD
-        assert seen == [(True, True)] * 3
+        assert seen == [True] * 3
         for i, n in enumerate(lengths[: len(prompts)]):
             alone = target(torch.tensor([rows[i][:n]])).hidden_BLD[0]
             torch.testing.assert_close(whole[i, :n], alone, **EXACT)
     seen.clear()
     after = target(torch.tensor([[7], [6], [5]]), start_B=lengths, cache=cache).hidden_BLD
-    assert seen == [(False, False)] * 3  # rows at different lengths need one
+    assert seen == [False] * 3  # rows at different lengths need one
     for i, n in enumerate(lengths):
         alone = target(torch.tensor([[*rows[i][:n], 7 - i]])).hidden_BLD[0, -1]
         torch.testing.assert_close(after[i, 0], alone, **EXACT)
@@ -209,7 +248,7 @@ def test_refusals(toys: SimpleNamespace, tmp_path: Path) -> None:
     target = toys.target(positions=20)
     for bad in ((3,), (-1,), (0, 7)):
         with _refused("layers 0..2; set draft.target_layer_ids"):
-            target.tap(bad)
+            target.check_taps(bad)
     target.check_length(12, 8)
     with _refused("prompt of 13 tokens and max_new_tokens=8 exceed .*20 positions"):
         target.check_length(13, 8)

@@ -66,9 +66,9 @@ def test_cost_of_a_pass(toys: SimpleNamespace) -> None:
         target.logits(target(torch.ones(2, 5, dtype=torch.long)).hidden_BLD)
         for handle in handles:
             handle.remove()
-        flops, read = pass_cost(target, rows=2, positions=10, context=7)
+        flops, read = pass_cost(target, positions=10, context=7)
         assert flops == counted
-        keys = 2 * 3 * 1 * 8 * 7 * 2  # keys and values, layers, heads, width, context, rows
+        keys = 2 * 3 * 1 * 8 * 7  # keys and values, layers, heads, width, context
         assert read == (counted / 20 + keys) * 8  # each weight once
 
 
@@ -76,8 +76,8 @@ def test_points(toys: SimpleNamespace) -> None:
     target = toys.target(seed=2, vocab=9)
     options = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
     plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
-    (serial,) = Autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
-    (own,) = Jacobi(target=target, sampling=toys.GREEDY, plan=plan).decode([[1, 2]], **options)
+    (serial,) = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
+    (own,) = toys.jacobi(target=target, sampling=toys.GREEDY, config=plan).decode([[1, 2]], **options)
     points = [
         point(target, p, [(g, s)], [(serial, 2.0)], [True, False], context=8, roofline=ROOF)
         for p, g, s in ((None, serial, 2.0), (plan, own, 1.0))
@@ -102,11 +102,11 @@ def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: p
     target, order = embedded_target(dtype="float32", device="cpu"), []
     for cls in (Autoregressive, Jacobi):
 
-        def decode(self: Any, *args: Any, whole: Any = cls.decode, **how: Any) -> Any:
-            order.append((type(self).__name__, how["ends"] is not None))
-            return whole(self, *args, **how)
+        def start(self: Any, requests: Any, whole: Any = cls.start) -> Any:
+            order.append((type(self).__name__, requests[0].should_stop is not None))
+            return whole(self, requests)
 
-        monkeypatch.setattr(cls, "decode", decode)
+        monkeypatch.setattr(cls, "start", start)
 
     class Stops:
         quality, chat, stop, max_new_tokens = "short", False, ("e",), 16

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Round
+from dspec.decoding.base import Generation, Pass, Request, State
 from dspec.decoding.proposers import DraftProposer
-from dspec.decoding.speculative import Speculative
+from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
@@ -59,6 +60,13 @@ def test_spans_nest_and_cost_nothing_unheard() -> None:
     assert profile.path == []  # an error leaves no span open
 
 
+PREFILL = Pass("prefill", 1)
+
+
+def Round(drafted: int, accepted: int, valid: int, committed: int) -> Pass:  # noqa: N802  the tests' shorthand
+    return Pass("verify", drafted=drafted, accepted=accepted, valid=valid, committed=committed)
+
+
 def test_speeds_by_hand() -> None:
     rows = [sample(0, 10, 2.0), sample(0, 20, 2.0), sample(1, 30, 1.0)]  # 15/s and 30/s
     found = speeds(rows, price_per_hour=36.0)
@@ -75,11 +83,9 @@ def test_tau_by_position_by_hand() -> None:
     ended = Generation(
         tokens=[0] * 9,
         stopped=True,
-        prefill_tokens=1,
-        forwards=4,
-        rounds=[Round(4, 2, 4), Round(4, 0, 4), Round(4, 1, 4), Round(4, 2, 2)],
+        passes=[PREFILL, Round(4, 2, 4, 3), Round(4, 0, 4, 1), Round(4, 1, 4, 2), Round(4, 2, 2, 2)],
     )  # fmt: skip  rounds begin at 1, 4, 5, 7 and give 3, 1, 2 and (the stop was a draft) 2
-    plain = Generation(tokens=[0] * 3, prefill_tokens=1, forwards=1, rounds=[Round(4, 1, 2)])
+    plain = Generation(tokens=[0] * 3, passes=[PREFILL, Round(4, 1, 2, 2)])
     assert tau_by_position([ended, plain], width=4) == [
         {"start": 0, "rounds": 2, "tau": 2.5},
         {"start": 4, "rounds": 3, "tau": pytest.approx(5 / 3)},
@@ -92,7 +98,7 @@ def test_tau_by_position_adds_up_to_tau(toys: SimpleNamespace) -> None:
     target, draft = toys.markov_pair(noise=0.01)
     texts = toys.prompts(random.Random(0), 4, vocab=24)
     stops = [toys.ar(target, texts, 12)[0][7]]
-    decoder = Speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY)
+    decoder = toys.speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY)
     generations = decoder.decode(texts, max_new_tokens=20, stop_ids=stops, seeds=[0] * 4)
     bins = tau_by_position(generations, width=5)
     rounds = sum(b["rounds"] for b in bins)
@@ -105,11 +111,22 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
     texts = toys.prompts(random.Random(0), 3, vocab=24)
     lines = {}
     for name, decoder in {
-        "ar": Autoregressive(target=target, sampling=toys.GREEDY),
-        "on": Speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY),
-        "refined": Speculative(target=target, proposer=DraftProposer(draft, refinement_passes=2), sampling=toys.GREEDY),
+        "ar": toys.autoregressive(target=target, sampling=toys.GREEDY),
+        "on": toys.speculative(target=target, proposer=DraftProposer(draft), sampling=toys.GREEDY),
+        "refined": toys.speculative(
+            target=target, proposer=DraftProposer(draft, refinement_passes=2), sampling=toys.GREEDY
+        ),
     }.items():
-        line = round_profile(decoder, texts, device=CPU, batch_size=1, max_new_tokens=12, stop_ids=(), seeds=[0] * 3)
+        line = round_profile(
+            decoder.decoder,
+            texts,
+            sampling=GREEDY,
+            device=CPU,
+            batch_size=1,
+            max_new_tokens=12,
+            stop_ids=(),
+            seeds=[0] * 3,
+        )
         outer = [ms for path, ms in line["spans"].items() if "/" not in path]
         assert sum(outer) + line["between spans"] == pytest.approx(line["milliseconds"])
         assert min(*outer, line["between spans"], line["unsynchronised"]) > 0
@@ -120,21 +137,30 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
     drafted = {"draft", "draft LM head", "sequential head", "draft context", "bookkeeping"}
     assert drafted <= lines["on"]["spans"].keys() - lines["ar"]["spans"].keys()
     with pytest.raises(UserError, match="no round to profile"):
-        round_profile(decoder, texts, device=CPU, batch_size=1, max_new_tokens=1, stop_ids=(), seeds=[0] * 3)
+        round_profile(
+            decoder.decoder,
+            texts,
+            sampling=GREEDY,
+            device=CPU,
+            batch_size=1,
+            max_new_tokens=1,
+            stop_ids=(),
+            seeds=[0] * 3,
+        )
 
 
 def test_rounds_are_profiled_at_the_batch_size_in_use(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that share a pass: the spans of each pass are counted once, its rounds once a row."""
     target, batches = toys.target(), []
-    decode = Autoregressive.decode
+    start = Autoregressive.start
 
-    def seen(self: Autoregressive, prompts: list[list[int]], **how: object) -> list[Generation]:
-        batches.append((len(prompts), how["max_new_tokens"]))
-        return decode(self, prompts, **how)  # type: ignore[arg-type]
+    def seen(self: Autoregressive, requests: Sequence[Request]) -> State:
+        batches.append((len(requests), requests[0].max_new_tokens))
+        return start(self, requests)
 
-    monkeypatch.setattr(Autoregressive, "decode", seen)
+    monkeypatch.setattr(Autoregressive, "start", seen)
     line = round_profile(
-        Autoregressive(target=target, sampling=toys.GREEDY), [[1], [2, 3], [4], [5], [6]], device=CPU, batch_size=2,
+        Autoregressive(target=target), [[1], [2, 3], [4], [5], [6]], sampling=GREEDY, device=CPU, batch_size=2,
         max_new_tokens=7, stop_ids=(), seeds=[0] * 5,
     )  # fmt: skip
     assert line["rounds"] == 5 * 6

@@ -1,0 +1,82 @@
+"""How much of each draft is verified: all of it, or the leading slots that the drafter is sure of."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dspec.calibration.sts import Calibration, calibrated_confidence
+from dspec.decoding.proposers import Proposal
+from dspec.decoding.sampling import Sampling
+from dspec.errors import UserError
+
+
+class VerificationPolicy(Protocol):
+    """How many leading drafts [B] of a proposal are sent to verification.
+
+    The output distribution stays the target's as long as slot k's fate hangs on draft tokens before k only.
+    """
+
+    reads_confidence: bool
+
+    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor: ...
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]: ...
+
+
+class VerifyAll:
+    """Every draft."""
+
+    reads_confidence = False
+
+    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor:
+        return proposal.count_B
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        return {"confidence_threshold": 0.0}
+
+
+class ConfidenceThreshold:
+    """The leading slots whose confidence reaches a threshold: slot k's confidence reads draft tokens before k only."""
+
+    reads_confidence = True
+
+    def __init__(self, threshold: float, *, calibration: Calibration | None) -> None:
+        """`calibration` is used for requests at the sampling that it was fitted at; for others confidences stay raw,
+        with a warning that names both settings."""
+        if not 0 < threshold < 1:
+            raise UserError(f"decoder.confidence_threshold={threshold} must lie in [0, 1)")
+        self.threshold, self.calibration = threshold, calibration
+        self._refused: set[Sampling] = set()  # said once
+
+    def _calibrated(self, sampling: Sampling) -> bool:
+        c = self.calibration
+        if c is None or c.applies_to(sampling.temperature, sampling.top_p):
+            return c is not None
+        if sampling in self._refused:
+            return False
+        self._refused.add(sampling)
+        warnings.warn(
+            f"STS temperatures were fitted at temperature={c.temperature}, top_p={c.top_p}; this decoder samples at "
+            f"temperature={sampling.temperature}, top_p={sampling.top_p}: they are not used, confidences stay raw",
+            stacklevel=2,
+        )
+        return False
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        return {"confidence_threshold": self.threshold, "sts": self._calibrated(sampling)}
+
+    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor:
+        logits = proposal.confidence_BJ
+        if logits is None:
+            raise UserError("decoder.confidence_threshold needs a drafter with a confidence head")
+        confidence = torch.sigmoid(logits)
+        if self.calibration is not None:
+            fitted = [self._calibrated(sampling) for sampling in samplings]
+            temperatures = torch.tensor(self.calibration.temperatures, dtype=logits.dtype)
+            calibrated = calibrated_confidence(logits, temperatures)
+            confidence = torch.where(torch.tensor(fitted, device=logits.device)[:, None], calibrated, confidence)
+        sure: Tensor = confidence >= self.threshold
+        return torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))

@@ -1,0 +1,227 @@
+"""The one loop: requests that join and leave, each with its own sampling and limits, and traces of their passes."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.base import Generation, Request, State, decode, requests
+from dspec.decoding.jacobi import BLOCKS, Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch
+from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import ConfidenceThreshold, VerifyAll
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+
+KINDS = ("autoregressive", "speculative", "thresholded", "lookup", "jacobi", "recycling")
+SAMPLINGS = (GREEDY, Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.3, top_p=1.0))
+
+
+def decoders(toys: SimpleNamespace) -> tuple[Any, dict[str, Any]]:
+    target = toys.target("llama", seed=3, vocab=9, scale=0.35)
+    draft = toys.draft(target, seed=1, head="vanilla", confidence=True, scale=0.4)
+    lookup = PromptLookupProposer(num_drafts=3, max_ngram=2, device=torch.device("cpu"))
+    blocks = {"block_size": 5, "blocks": 2, "activation": 0.4, "pool_size": 4}
+    sure = ConfidenceThreshold(0.5, calibration=None)
+    return target, {
+        "autoregressive": Autoregressive(target=target),
+        "speculative": Speculative(target=target, proposer=DraftProposer(draft), policy=VerifyAll()),
+        "thresholded": Speculative(target=target, proposer=DraftProposer(draft), policy=sure),
+        "lookup": Speculative(target=target, proposer=lookup, policy=VerifyAll()),
+        "jacobi": Jacobi(target=target, config=JacobiConfig(**blocks, candidates=0)),
+        "recycling": Jacobi(target=target, config=JacobiConfig(**blocks, candidates=3)),
+    }
+
+
+def asked(toys: SimpleNamespace, seed: int, count: int = 7) -> list[Request]:
+    """Requests that differ in everything a request has."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            ids=ids,
+            sampling=rng.choice(SAMPLINGS),
+            max_new_tokens=rng.randint(1, 18),
+            stop_ids=rng.choice([(), (3,), (3, 5)]),
+            seed=rng.randrange(1000),
+            should_stop=rng.choice([None, lambda tokens, known: 6 if known < 6 <= len(tokens) else None]),
+        )
+        for ids in toys.prompts(rng, count, vocab=9)
+    ]
+
+
+def seen(generation: Generation) -> tuple:
+    """What must not depend on the company: all but the width of shared passes."""
+    passes = [(p.kind, p.committed, p.branches, p.drafted, p.accepted, p.valid) for p in generation.passes]
+    return generation.tokens, generation.stopped, passes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_gives_what_it_gives_alone(toys: SimpleNamespace, kind: str, seed: int) -> None:
+    """Whatever is decoded beside it, and whenever it joins: greedy and sampled rows, limits and stops of their own."""
+    _, made = decoders(toys)
+    these = asked(toys, seed)
+    assert len({r.sampling for r in these}) > 1
+    alone = [seen(decode(made[kind], [request])[0]) for request in these]
+    for in_flight in (None, 1, 2, 3):
+        assert [seen(g) for g in decode(made[kind], these, in_flight=in_flight)] == alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, kind: str) -> None:
+    """By hand, as an engine would: join after any number of steps, drop a row that is not done, go on."""
+    _, made = decoders(toys)
+    decoder, (first, second, third) = made[kind], asked(toys, 11, 3)
+    alone = {id(r): seen(decode(decoder, [r])[0]) for r in (first, second, third)}
+    with torch.inference_mode():
+        for steps in range(4):
+            state = decoder.start([first, second])
+            for _ in range(steps):
+                decoder.step(state)
+            state.join(decoder.start([third]))
+            state.select([2, 0])  # `second` is cancelled
+            rows = list(state.rows)
+            while any(not row.done for row in rows):
+                decoder.step(state)
+            assert [row.request for row in rows] == [third, first]
+            assert [seen(row.generation) for row in rows] == [alone[id(third)], alone[id(first)]]
+
+
+def test_a_trace_adds_up(toys: SimpleNamespace) -> None:
+    _, made = decoders(toys)
+    for kind, decoder in made.items():
+        for generation in decode(decoder, asked(toys, 5)):
+            kinds = [p.kind for p in generation.passes]
+            assert kinds.count("prefill") == 1 == generation.prefill_forwards
+            assert sum(p.committed for p in generation.passes) == len(generation.tokens)
+            big = len(kinds) - kinds.count("draft")
+            assert (generation.nfe, generation.forwards) == (big, big - 1)
+            drafts = generation.forwards if kind in ("speculative", "thresholded") else 0
+            assert generation.draft_forwards == drafts
+            assert len(generation.rounds) == (0 if kind == "autoregressive" else generation.forwards)
+            widths = [p.positions for p in generation.passes if p.kind in ("decode", "verify")]
+            assert generation.positions_computed == sum(widths) + generation.idle_positions
+            assert all(p.positions >= 1 + p.branches * p.drafted for p in generation.passes if p.kind == "verify")
+
+
+def branches_along_the_batch(target: Any, decoder: Jacobi, request: Request) -> tuple[list[int], list[tuple]]:
+    """Jacobi decoding with each continuation in a row of its own, over the whole text anew: no cache, no mask."""
+    state = decoder.start([request])
+    blocks, (row,) = state.parts[BLOCKS][0], state.rows
+    rounds = []
+    uniforms = torch.rand(512, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
+    while not row.done:
+        tried, predictions = blocks.drafts(), []
+        for draft in tried:
+            ids = torch.tensor([[*row.text, *draft]])
+            logits = target.logits(target(ids).hidden_BLD)[0, len(row.text) - 1 :]
+            if request.sampling.greedy:
+                predictions.append(logits.argmax(-1).tolist())
+            else:
+                at = len(row.generation.tokens) + torch.arange(len(logits))
+                cdf = request.sampling.probs(logits).cumsum(-1)
+                drawn = torch.searchsorted(cdf, (uniforms[at] * cdf[:, -1])[:, None], right=True)
+                predictions.append(drawn[:, 0].tolist())
+        winner, accepted = blocks.advance(tried, predictions)
+        row.commit_round(tried[winner], accepted, predictions[winner][accepted], branches=len(tried))
+        rounds.append((winner, accepted, len(tried)))
+    return row.generation.tokens, rounds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_branches_in_one_row_equal_branches_along_the_batch(toys: SimpleNamespace, seed: int) -> None:
+    target = toys.target(toys.FAMILIES[seed % 3], seed=seed, vocab=7, scale=0.3)
+    config = JacobiConfig(block_size=6, blocks=1 + seed % 2, activation=0.4, pool_size=6, candidates=4)
+    decoder, rng, won = Jacobi(target=target, config=config), random.Random(seed), 0
+    for sampling in SAMPLINGS[:2]:
+        for ids in toys.prompts(rng, 3, vocab=7):
+            request = Request(ids=ids, sampling=sampling, max_new_tokens=30, stop_ids=(), seed=seed)
+            with torch.inference_mode():
+                tokens, rounds = branches_along_the_batch(target, decoder, request)
+            (got,) = decode(decoder, [request])
+            assert got.tokens == tokens
+            assert [(r.accepted, r.branches) for r in got.rounds] == [
+                (min(a, r.valid), n) for (_, a, n), r in zip(rounds, got.rounds, strict=True)
+            ]
+            won += sum(winner > 0 and accepted > 0 for winner, accepted, _ in rounds)
+    assert won > 0  # candidates did win, and their keys and values were needed afterwards
+
+
+def test_no_pass_copies_the_cache(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a winner's keys and values the accepted places alone are moved; nothing else of the cache is copied."""
+    target = toys.target(seed=0, vocab=7, scale=0.3)
+    moved: list[int] = []
+    move = PositionCache.move
+
+    def refused(self: PositionCache, *args: object) -> None:
+        raise AssertionError("the cache is copied")
+
+    def counted(self: PositionCache, rows: Any, source: Any, goal: Any) -> None:
+        moved.append(len(rows))
+        move(self, rows, source, goal)
+
+    monkeypatch.setattr(PositionCache, "select", refused)
+    monkeypatch.setattr(PositionCache, "join", refused)
+    monkeypatch.setattr(PositionCache, "move", counted)
+    config = JacobiConfig(block_size=6, blocks=2, activation=0.4, pool_size=6, candidates=4)
+    tokens, branched = 0, 0
+    for ids in toys.prompts(random.Random(0), 6, vocab=7):
+        (got,) = decode(
+            Jacobi(target=target, config=config),
+            [Request(ids=ids, sampling=GREEDY, max_new_tokens=30, stop_ids=(), seed=0)],
+        )
+        branched += sum(r.branches > 1 for r in got.rounds)
+        tokens += len(got.tokens)
+    assert branched > 10
+    assert 0 < sum(moved) < tokens
+    assert 0 not in moved
+
+
+def test_mixed_samplings_are_each_rows_own() -> None:
+    logits = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mixed = SamplingBatch(SAMPLINGS)
+    assert not mixed.greedy
+    assert SamplingBatch([GREEDY] * 3).greedy
+    for row, sampling in enumerate(SAMPLINGS):
+        assert torch.equal(mixed.probs(logits)[row], sampling.probs(logits[row]))
+        assert torch.equal(mixed.probs(logits[:2], [row, 0])[0], sampling.probs(logits[0]))
+    point = mixed.probs(logits)[0]  # greedy: all on the best token
+    assert torch.equal(point.argmax(-1), logits[0].argmax(-1))
+    assert set(point.flatten().tolist()) == {0.0, 1.0}
+
+
+def test_states_are_seen_before_each_step(toys: SimpleNamespace) -> None:
+    _, made = decoders(toys)
+    sizes: list[list[int]] = []
+
+    def observe(state: State) -> None:
+        sizes.append([len(row.text) for row in state.rows])
+
+    (got,) = decode(made["autoregressive"], asked(toys, 5, 1), observe=observe)
+    assert len(sizes) == got.forwards
+    assert all(later[0] == before[0] + 1 for before, later in itertools.pairwise(sizes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals(toys: SimpleNamespace, kind: str) -> None:
+    _, made = decoders(toys)
+    common: dict[str, Any] = {"sampling": GREEDY, "stop_ids": ()}
+
+    def cases() -> Iterator[tuple[Any, str]]:
+        yield [], "no prompts"
+        yield requests([[1], []], seeds=[0, 0], max_new_tokens=4, **common), "prompt 1 is empty"
+        yield requests([[1]], seeds=[0], max_new_tokens=0, **common), "max_new_tokens=0"
+        yield requests([[1], [2] * 100], seeds=[0, 0], max_new_tokens=40, **common), "100 tokens"
+
+    for these, message in cases():
+        with pytest.raises(UserError, match=message):
+            decode(made[kind], these)
+    with pytest.raises(UserError, match="2 seeds for 1 prompts"):
+        requests([[1]], seeds=[0, 1], max_new_tokens=4, **common)
