@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dspec.atomic import atomic_file
 from dspec.errors import UserError
 
 # Leaves (by name, or path) that hold whole numbers, and their least value; None: any.
@@ -141,6 +142,8 @@ def check_values(cfg: DictConfig) -> None:
             _check_whole(path, name, value)
         elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{path}={value} must be a number")
+        elif name == "top_p" and not 0 < value <= 1:
+            raise UserError(f"{path}={value} must be above 0 and at most 1")
         elif name == "temperatures":
             _check_temperatures(path, value)
 
@@ -231,11 +234,18 @@ def _key(override: str) -> str:
 def _resumed(args: Sequence[str], *, config: str) -> list[str]:
     """The arguments, before them those that the run to resume was started with: `resume=<folder>` alone is enough.
 
-    Raises UserError for a folder that is not there (Hydra would make it) or that another program's run wrote.
+    .hydra of a folder that has one keeps the command that it has: `remember_command` writes the new one once the run
+    is accepted. Raises UserError for a folder to resume that is not there (Hydra would make it) or that another
+    program's run wrote, and for a run folder that cannot be made.
     """
     folders = [arg.removeprefix("resume=") for arg in args if arg.startswith("resume=")]
     if not folders or folders[-1] in ("", "null"):
-        return list(args)
+        named = [Path(arg.removeprefix("hydra.run.dir=")) for arg in args if arg.startswith("hydra.run.dir=")]
+        if named:
+            _check_folder(named[-1])
+        known = named and (named[-1] / ".hydra" / "overrides.yaml").is_file()
+        said = any(arg.startswith("hydra.output_subdir=") for arg in args)  # as Lightning does for a rank
+        return [*args, *(["hydra.output_subdir=null"] if known and not said else [])]
     folder = Path(folders[-1])
     if not folder.is_dir():
         raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
@@ -246,8 +256,28 @@ def _resumed(args: Sequence[str], *, config: str) -> list[str]:
         raise UserError(f"{folder} is a run of conf/{own}.yaml: it cannot be resumed under conf/{config}.yaml")
     stored = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text("utf-8")) or []
     given = {_key(arg) for arg in args}
-    # .hydra keeps the first command: one that is refused must not take its place
     return [*(old for old in stored if _key(old) not in given), *args, "hydra.output_subdir=null"]
+
+
+def _check_folder(path: Path) -> None:
+    """Raises UserError where a file stands in the way of a folder."""
+    nearest = next(folder for folder in (path, *path.parents, Path()) if folder.exists())
+    if not nearest.is_dir():
+        raise UserError(f"hydra.run.dir={path} cannot be a folder: {nearest} is a file; name another one")
+
+
+def remember_command(cfg: DictConfig) -> None:
+    """Leaves the command of a run that was accepted in its folder's .hydra, where Hydra has not done so itself, because
+    an earlier command had left its own there: `resume=<folder>` alone then goes on with this one."""
+    run, folder = HydraConfig.get(), Path(HydraConfig.get().runtime.output_dir) / ".hydra"
+    if run.output_subdir is not None or not folder.is_dir():
+        return
+    command = [override for override in run.overrides.task if _key(override) != "resume"]
+    hydra_cfg = OmegaConf.create({"hydra": run})
+    parts = {"overrides": OmegaConf.create(command), "config": cfg, "hydra": hydra_cfg}
+    for name, part in parts.items():
+        with atomic_file(folder / f"{name}.yaml") as scratch:
+            OmegaConf.save(part, scratch)
 
 
 def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config: str) -> UserError | None:

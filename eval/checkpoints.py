@@ -48,7 +48,7 @@ def checkpoint_of(cfg: DictConfig) -> Path | None:
     return Path(cfg.checkpoint).expanduser() if cfg.checkpoint is not None else None
 
 
-def check_subject(cfg: DictConfig) -> None:
+def check_model(cfg: DictConfig) -> None:
     """Raises UserError unless `target` and `checkpoint` say together what is decoded."""
     checkpoint = checkpoint_of(cfg)
     named = "_target_" in (cfg.get("target") or {})
@@ -74,7 +74,7 @@ def check_subject(cfg: DictConfig) -> None:
 
 
 def check_arguments(cfg: DictConfig) -> None:
-    """What can be seen wrong with conf/eval.yaml's keys before any model is loaded. Raises UserError."""
+    """What can be seen wrong with conf/eval.yaml's keys before torch is imported. Raises UserError."""
     if "benchmark" not in cfg:
         raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
-    check_subject(cfg)
+    check_model(cfg)

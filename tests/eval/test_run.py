@@ -243,13 +243,80 @@ def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFix
     assert "generate_prompts" in choices  # what a key means
 
 
-def test_a_mistake_needs_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["run", "speed.__main__", "search.__main__"])
+def test_a_mistake_needs_no_torch(tmp_path: Path, program: str) -> None:
     """What is refused before torch is imported is refused at once."""
+    mistakes = ["limit=abc", "limt=5", "checkpoint=/no/such", "benchmark=jsonl", "benchmark.problems.count=x"]
+    mistakes += {
+        "run": ["evaluation.top_p=2"],
+        "speed.__main__": ["speed.repeats=0", "speed.tokens=[2,1]", "speed.price_per_hour=-1"],
+        "search.__main__": ["search.blocks=[]", "search.block_sizes=[1]", "search.matrix=x"],
+    }[program]
+    first = ["recipe=sweeps/jacobi_config"] if program.startswith("search") else []
+    code = f"""
+import sys
+from eval.{program} import main
+for mistake in {mistakes}:
+    benchmark = [] if mistake.startswith("benchmark=") else ["benchmark=tiny"]
+    sys.argv = ["eval", *{first}, "target=tiny", *benchmark, mistake]
+    try:
+        main()
+    except SystemExit as stop:
+        assert stop.code == 2 and "torch" not in sys.modules, mistake
+    else:
+        raise AssertionError(mistake)
+"""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for argument in ("limit=abc", "limt=5", "checkpoint=/no/such"):
-        code = (
-            f"import sys; sys.argv = ['eval.run', 'target=tiny', 'benchmark=tiny', '{argument}']\n"
-            "from eval.run import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
-            "    assert stop.code == 2 and 'torch' not in sys.modules, stop.code"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(mistakes)
+
+
+def test_a_refused_command_leaves_the_folders_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("target=tiny", "benchmark=tiny", *ONE)
+    with pytest.raises(SystemExit):
+        run("target=tiny", "benchmark=tiny", *ONE, "seed=1")
+    assert "another" in capsys.readouterr().err
+    run(f"resume={folder}")
+    assert results(folder).run["seed"] == 0
+
+
+def test_a_grown_limit_comes_along_when_the_run_is_resumed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the grown run was killed before its first batch, and of a command that was accepted in its place."""
+    folder = run("target=tiny", "benchmark=tiny", *ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr("eval.samples.SampleLog.add", lambda *_: {}["killed"])
+        with pytest.raises(KeyError):
+            run(f"resume={folder}", "limit=2")
+    run(f"resume={folder}")
+    assert {row["n"] for row in results(folder).rows} == {2}
+    run("target=tiny", "benchmark=tiny", *ONE, "limit=3")  # in the same folder, by its name
+    run(f"resume={folder}")
+    assert {row["n"] for row in results(folder).rows} == {3}
+
+
+def test_a_resumed_run_keeps_what_its_ar_loop_was_found_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["target=tiny", "benchmark=tiny", *ONE, "evaluation.generate_prompts=1"]
+    folder = run(*args)
+    before = results(folder).run["ar_check"]
+    assert before["ar_over_generate"] > 0
+    monkeypatch.setattr("eval.evaluate.against_generate", lambda *_, **__: {}["measured again"])
+    run(f"resume={folder}")
+    assert results(folder).run["ar_check"] == before
+    (folder / "samples.jsonl").unlink()  # then nothing was timed beside it
+    with pytest.raises(KeyError, match="measured again"):
+        run(f"resume={folder}")
+
+
+def test_a_run_folder_below_a_file_is_one_line(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below/it"):
+        with pytest.raises(SystemExit) as stop:
+            run("target=tiny", "benchmark=tiny", name=name)
+        assert stop.value.code == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert "is a file; name another one" in error

@@ -5,7 +5,7 @@ In a process of its own, since it recurses as deep as a text nests and parses ev
 
 from collections.abc import Callable
 
-from eval.benchmarks.worker import serve
+from eval.sandbox.function_process import serve
 
 
 def sanitizer() -> Callable[[str, str], str]:

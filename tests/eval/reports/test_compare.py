@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dspec.errors import UserError
-from eval.ablation import ablation
-from eval.compare import compare, interval, outcomes
-from eval.results import read_results
+from eval.intervals import student
+from eval.reports.comparison import compare, outcomes
+from eval.reports.schedules import ablation
+from eval.results import SCHEMA, load, pool, pool_rows
 
 
 def made(
@@ -22,24 +23,33 @@ def made(
     *,
     config: dict[str, Any] | None = None,
     right: Sequence[bool] = (True, False),
+    trusted: bool | None = True,
 ) -> Path:
-    """A run folder with a benchmark for each (tau, rounds), a prompt for each of `right`, and plain AR beside."""
+    """A run folder as schema 1 had it, with a benchmark for each (tau, rounds), a prompt for each of `right`, and plain
+    AR beside."""
     folder.mkdir()
     rows, samples = [], []
+    n = len(right)
     for i, (tau, rounds) in enumerate(taus):
         for name, own in (("speculative", tau), ("autoregressive", None)):
+            forwards = rounds if own else round(tau * rounds)
             rows.append({
                 "method": method if own else "AR", "target": "tiny", "benchmark": f"b{i}",
-                "quality_name": "ok", "n": len(right),
+                "quality": sum(right) / n, "quality_name": "ok", "n": n,
                 "decoder": {"name": name, "temperature": 0.0}, "tau": own, "tpf": own or 1.0,
-                "nfe": rounds + 2, "nfe_prefill": 2, "speedup": tau / 2 if own else 1.0,
+                "tokens": n + round(tau * rounds), "nfe": forwards + n, "nfe_prefill": n,
+                "positions_computed": forwards, "branch_forwards": forwards, "speedup": tau / 2 if own else 1.0,
             })  # fmt: skip
             verdicts = right if own else (True, False)
             samples += [
                 {"decoder": name, "benchmark": f"b{i}", "temperature": 0.0, "id": str(n), "verdicts": {"ok": verdict}}
                 for n, verdict in enumerate(verdicts)
             ]
-    run = {"seed": seed, "config": {"seed": seed, "data": {"seed": seed}, **(config or {})}}
+    run = {
+        "seed": seed,
+        "ar_check": {"trusted": trusted},
+        "config": {"seed": seed, "data": {"seed": seed}, **(config or {})},
+    }
     (folder / "results.json").write_text(json.dumps({"run": run, "rows": rows}))
     (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, [{"settings": {}}, *samples])) + "\n")
     return folder
@@ -47,25 +57,85 @@ def made(
 
 def test_metrics_are_pooled_over_rounds(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 10)])
-    outcome = outcomes([(folder, read_results(folder))])["a", 0.0][0]
+    outcome = outcomes([(folder, load(folder))])["a", 0.0][0]
     assert outcome.metrics == {"tau": 2.5, "tpf": 2.5, "speedup": 1.5}
     assert list(outcome.right.values()) == [True, False] * 2
 
 
+def test_a_file_of_schema_1_is_read_in_todays_form(tmp_path: Path) -> None:
+    """It had no counts of rounds and of the tokens that prefills emitted: one per prompt, whatever the decoder."""
+    folder = made(tmp_path / "a", "a", 0, [(2.5, 30)])
+    assert "schema" not in json.loads((folder / "results.json").read_text())
+    found = load(folder)
+    assert found["schema"] == SCHEMA
+    speculative, ar = found["rows"]
+    assert (speculative["prefill_tokens"], speculative["rounds"]) == (2, 30)
+    assert (ar["prefill_tokens"], ar["rounds"]) == (2, 0)
+    assert pool([speculative])["tau"] == 2.5
+    assert pool([ar]) == {**pool([ar]), "tau": None, "tpf": 1.0}
+    newer = json.loads((folder / "results.json").read_text()) | {"schema": SCHEMA + 1}
+    (folder / "results.json").write_text(json.dumps(newer))
+    with pytest.raises(UserError, match="update dspec"):
+        load(folder)
+
+
+def test_decoders_whose_passes_are_not_rounds_are_pooled_by_their_own_counts(tmp_path: Path) -> None:
+    """A denoising decoder: several passes per round, and a prefill that emits nothing."""
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 10)])
+    results = json.loads((folder / "results.json").read_text()) | {"schema": SCHEMA}
+    for row in results["rows"]:
+        row |= {"tokens": 90, "prefill_tokens": 0, "nfe": 32, "nfe_prefill": 2, "rounds": 15 if row["tau"] else 0}
+    (folder / "results.json").write_text(json.dumps(results))
+    metrics = outcomes([(folder, load(folder))])["a", 0.0][0].metrics
+    assert metrics == {"tau": 180 / 30, "tpf": 180 / 60, "speedup": 1.5}
+
+
+def test_a_benchmark_weighs_by_its_prompts(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 30)])
+    results = json.loads((folder / "results.json").read_text())
+    for row in results["rows"]:
+        row |= {"n": 6, "quality": 1.0} if row["benchmark"] == "b1" else {"quality": 0.0}
+    pooled = pool_rows([row | {"prefill_tokens": 0, "rounds": 1} for row in results["rows"][::2]])
+    assert (pooled["speedup"], pooled["quality"]) == ((2 * 1.0 + 6 * 2.0) / 8, 6 / 8)
+    nobody_judged = [row | {"prefill_tokens": 0, "rounds": 1, "quality": None} for row in results["rows"]]
+    assert pool_rows(nobody_judged)["quality"] is None
+    hidden = [row | {"speedup": None} if row["benchmark"] == "b1" else row for row in results["rows"]]
+    (folder / "results.json").write_text(json.dumps(results | {"rows": hidden}))
+    assert "x AR" not in compare([folder]).splitlines()[2]
+
+
+def test_two_answers_of_a_decoder_to_a_prompt_are_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 10)])
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    (folder / "samples.jsonl").write_text("\n".join([*lines, lines[1]]) + "\n")
+    with pytest.raises(UserError, match="two answers to 0"):
+        compare([folder])
+
+
+def test_speedups_over_a_slow_ar_loop_are_marked(tmp_path: Path) -> None:
+    folders = [made(tmp_path / "a", "a", 0, [(2.0, 10)]), made(tmp_path / "b", "b", 0, [(3.0, 10)], trusted=None)]
+    text = compare(folders)
+    assert "x AR 1.00\n" in text
+    assert "x AR 1.50*\n" in text
+    assert "x AR -0.50*" in text
+    assert "* AR fell behind" in text
+    assert "*" not in compare(folders[:1])
+
+
 def test_interval_is_students() -> None:
-    mean, low, high = interval([1.0, 2.0, 3.0])
+    mean, low, high = student([1.0, 2.0, 3.0])
     assert mean == 2
     assert math.isclose(high - mean, 4.303 / 3**0.5)
     assert math.isclose(mean - low, high - mean)
     with pytest.raises(UserError, match="1 paired"):
-        interval([1.0])
-    _, _, wide = interval([0.0, 1.0] * 6)  # 11 degrees of freedom: 2.201
+        student([1.0])
+    _, _, wide = student([0.0, 1.0] * 6)  # 11 degrees of freedom: 2.201
     assert math.isclose(wide - 0.5, 2.201 * (3 / 11) ** 0.5 / 12**0.5, rel_tol=1e-3)
 
 
 def test_methods_over_seeds(tmp_path: Path) -> None:
     folders = [
-        made(tmp_path / f"{method}{seed}", method, seed, [(2.0 + shift * (1 + seed / 10), 10)], right=right)
+        made(tmp_path / f"{method}{seed}", method, seed, [(2.0 + shift * (1 + seed / 10), 100)], right=right)
         for method, shift, right in (("a", 0.5, [True] * 3 + [False]), ("b", 0.0, [True, False, False, False]))
         for seed in range(3)
     ]
@@ -154,12 +224,13 @@ def test_folders_that_hold_no_finished_run(tmp_path: Path) -> None:
 def test_the_schedules_table_keeps_temperatures_apart(tmp_path: Path) -> None:
     rows = [
         {"method": "m", "benchmark": "b", "decoder": {"name": name, "temperature": t}, "quality": quality, "n": 10,
-         "tokens": 110, "nfe": 60, "nfe_prefill": 10}
+         "tokens": 110, "nfe": 60, "nfe_prefill": 10, "tau": 2.0, "tpf": 2.0, "speedup": 1.5}
         for t, quality in ((0.0, 0.5), (1.0, 0.2)) for name in ("jacobi_single", "base_jacobi_single")
     ]  # fmt: skip
     config = {"method": {"schedule": {"_target_": "dspec.jacobi_forcing.noise.RandomSchedule"}, "window": None}}
     (tmp_path / "results.json").write_text(json.dumps({"run": {"seed": 0, "config": config}, "rows": rows}))
-    columns = {c.header: list(c.cells) for c in ablation([tmp_path], decoder="jacobi_single").columns}
-    assert columns["T"] == ["0", "1"]
-    assert columns["acc."] == ["50.0", "20.0"]
-    assert columns["passes/token"] == ["0.500", "0.500"]
+    cells = ablation([tmp_path], decoder="jacobi_single")
+    assert cells == [
+        ["RandomSchedule", "–", "0", "50.0", "0.500", "50.0", "0.500"],
+        ["RandomSchedule", "–", "1", "20.0", "0.500", "20.0", "0.500"],
+    ]

@@ -15,8 +15,11 @@ from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.errors import UserError
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.base import Item
-from eval.roofline import Roofline, cost, measure
-from eval.search import Search, main, name, point, show, verdict
+from eval.search.__main__ import main
+from eval.search.grid import Search, point
+from eval.search.roofline import Roofline, measure_roofline, pass_cost
+from eval.search.settings import SearchSettings
+from eval.search.tables import name, show, verdict
 
 ROOF = Roofline(bandwidth=2e9, flops=1e10)
 
@@ -26,14 +29,14 @@ def grid(**changes: Any) -> Search:
         "block_sizes": [4, 8], "candidates": [0, 2], "blocks": [1, 2], "activations": [0.85, 0.5], "pool_size": 4,
         "warmup": 1, "stream_mb": 1, "matrix": 16,
     }  # fmt: skip
-    return Search(**(settings | changes))
+    return Search(SearchSettings(**(settings | changes)))
 
 
 def test_the_grid_has_each_configuration_once() -> None:
     names = [name(vars(plan)) for plan in grid().plans]
     assert len(names) == len(set(names)) == 2 * 2 * (1 + 2)
-    assert "n=8 K=2 r=0.5 candidates=2" in names
-    assert "n=4 K=1 candidates=0" in names
+    assert "n=8 K=2 r=0.5 c=2" in names
+    assert "n=4 K=1 c=0" in names
     for change in ({"block_sizes": [4]}, {"candidates": [0]}, {"blocks": [1]}, {"activations": [0.5]}):
         assert len(grid(**change).plans) < 12
     assert grid(pool_size=9).plans[0].pool_size == 9
@@ -42,9 +45,9 @@ def test_the_grid_has_each_configuration_once() -> None:
 
 
 def test_roofline() -> None:
-    assert ROOF.knee == 5
+    assert ROOF.ridge_point == 5
     assert [ROOF.attainable(x) for x in (1, 5, 50)] == [2e9, 1e10, 1e10]
-    got = measure(torch.device("cpu"), torch.float32, stream_mb=4, matrix=128)
+    got = measure_roofline(torch.device("cpu"), torch.float32, stream_mb=4, matrix=128)
     assert 1e8 < got.bandwidth < 1e13
     assert 1e8 < got.flops < 1e15
 
@@ -63,7 +66,7 @@ def test_cost_of_a_pass(toys: SimpleNamespace) -> None:
         target.logits(target(torch.ones(2, 5, dtype=torch.long)).hidden_BLD)
         for handle in handles:
             handle.remove()
-        flops, read = cost(target, positions=10, context=7)
+        flops, read = pass_cost(target, positions=10, context=7)
         assert flops == counted
         keys = 2 * 3 * 1 * 8 * 7  # keys and values, layers, heads, width, context
         assert read == (counted / 20 + keys) * 8  # each weight once
@@ -85,11 +88,14 @@ def test_points(toys: SimpleNamespace) -> None:
     assert points[1]["positions_per_pass"] == own.positions_computed / own.forwards
     assert points[1]["intensity"] > points[0]["intensity"]
     assert (points[1]["mismatches"], points[1]["quality"]) == (0, 0.5)
-    assert "50.0 %" in next(iter(show(points, ROOF).columns[1].cells))
+    lines = show(points, ROOF).splitlines()
+    assert max(map(len, lines)) <= 80
+    fastest = lines[3].split()
+    assert fastest[:5] == ["n=4", "K=2", "r=0.5", "c=2", "50.0"]
+    assert fastest[7] == "2.00*"  # over an AR that nobody timed against generate
     text = verdict(points, ROOF)
-    assert "n=4 K=2 r=0.5 candidates=2" in text
-    assert "2.00x" in text
-    assert next(iter(show(points, ROOF).columns[0].cells)).startswith("n=4")  # the fastest first
+    assert "n=4 K=2 r=0.5 c=2" in text
+    assert "2.00* x AR" in text
 
 
 def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +125,8 @@ def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: p
     assert [p["quality"] for p in points] == [0.5, 0.5]
 
 
-def test_verdict_near_the_knee() -> None:
-    """The knee of ROOF is at 5 FLOP/byte: 2.5 to 10 is near."""
+def test_verdict_near_the_ridge_point() -> None:
+    """The ridge point of ROOF is at 5 FLOP/byte: 2.5 to 10 is near."""
 
     def made(candidates: int, speed: float, intensity: float) -> dict[str, Any]:
         plan = {"block_size": 4, "blocks": 1, "activation": 1.0, "candidates": candidates}
@@ -128,13 +134,13 @@ def test_verdict_near_the_knee() -> None:
 
     serial = made(0, 10, 0.5) | {"plan": None}
     points = [serial, made(1, 30, 2.4), made(2, 15, 9.9), made(3, 20, 2.6), made(4, 25, 10.1)]
-    first, second = verdict(points, ROOF).splitlines()
-    assert first.startswith("fastest: n=4 K=1 candidates=1")
-    assert second.startswith("fastest near the knee: n=4 K=1 candidates=3")
-    assert "2.00x" in second
-    assert "0.52 of the knee" in second
-    _, second = verdict([serial, points[1], points[4]], ROOF).splitlines()
-    assert second.startswith("none is near the knee; the nearest: n=4 K=1 candidates=4")
+    first, _, second, numbers = verdict(points, ROOF).splitlines()
+    assert first.startswith("fastest: n=4 K=1 c=1")
+    assert second.startswith("fastest near the ridge point: n=4 K=1 c=3")
+    assert "2.00* x AR" in numbers
+    assert "0.52 of the ridge point" in numbers
+    _, _, second, _ = verdict([serial, points[1], points[4]], ROOF).splitlines()
+    assert second.startswith("none is near the ridge point; the nearest: n=4 K=1 c=4")
 
 
 def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +151,7 @@ def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     found = json.loads((tmp_path / "search.json").read_text())
     assert [p["plan"] and p["plan"]["candidates"] for p in found["points"]] == [None, 0, 2]
     assert found["run"]["config"]["search"]["block_sizes"] == [8]
-    assert found["roofline"]["knee"] > 0
+    assert found["roofline"]["ridge_point"] > 0
     assert (tmp_path / "plots" / "roofline.png").is_file()
     assert "fastest: n=8" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["eval.search", "target=tiny", f"hydra.run.dir={tmp_path}"])

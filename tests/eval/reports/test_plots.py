@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from dspec.calibration.sts import Traces, calibration_report
 from dspec.errors import UserError
-from eval.plots import plot_acceptance, plot_loss, plot_reliability, plot_roofline
+from eval.reports.plots import plot_acceptance, plot_loss, plot_reliability, plot_roofline
 
 
 def report(slots: int) -> dict[str, Any]:

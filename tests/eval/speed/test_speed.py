@@ -19,10 +19,11 @@ from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
 from dspec.models.language_model import embedded_target
 from dspec.spans import Profile, span
-from eval.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.rows import counts
 from eval.samples import Sample
-from eval.speed import main
+from eval.speed.__main__ import main
+from eval.speed.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
+from eval.speed.tables import cost_table, position_text, round_tables, speed_table
 
 CPU = torch.device("cpu")
 SMALL = {"tokens": [1, 2, 5], "contexts": [3, 9], "repeats": 2, "seed": 0}
@@ -62,8 +63,8 @@ def test_spans_nest_and_cost_nothing_unheard() -> None:
 PREFILL = Pass("prefill", 1)
 
 
-def Round(drafted: int, accepted: int, valid: int) -> Pass:  # noqa: N802  the tests' shorthand
-    return Pass("verify", accepted + 1, drafted=drafted, accepted=accepted, valid=valid)
+def Round(drafted: int, accepted: int, valid: int, committed: int) -> Pass:  # noqa: N802  the tests' shorthand
+    return Pass("verify", drafted=drafted, accepted=accepted, valid=valid, committed=committed)
 
 
 def test_speeds_by_hand() -> None:
@@ -82,9 +83,9 @@ def test_tau_by_position_by_hand() -> None:
     ended = Generation(
         tokens=[0] * 9,
         stopped=True,
-        passes=[PREFILL, Round(4, 2, 4), Round(4, 0, 4), Round(4, 1, 4), Round(4, 2, 2)],
+        passes=[PREFILL, Round(4, 2, 4, 3), Round(4, 0, 4, 1), Round(4, 1, 4, 2), Round(4, 2, 2, 2)],
     )  # fmt: skip  rounds begin at 1, 4, 5, 7 and give 3, 1, 2 and (the stop was a draft) 2
-    plain = Generation(tokens=[0] * 3, passes=[PREFILL, Round(4, 1, 2)])
+    plain = Generation(tokens=[0] * 3, passes=[PREFILL, Round(4, 1, 2, 2)])
     assert tau_by_position([ended, plain], width=4) == [
         {"start": 0, "rounds": 2, "tau": 2.5},
         {"start": 4, "rounds": 3, "tau": pytest.approx(5 / 3)},
@@ -193,6 +194,42 @@ def test_costs_of_every_size(toys: SimpleNamespace) -> None:
     for wrong in ({"tokens": [1, 8]}, {"contexts": [12]}, {"tokens": [2, 1]}, {"contexts": [0]}):
         with pytest.raises(UserError, match=r"speed\.contexts"):
             verify_cost(target, **SMALL | wrong)
+
+
+def test_the_tables_fit_80_columns() -> None:
+    methods = ["AR", "mine, K=2 + recycling", "mine, refined once", "mine, refined twice", "prompt lookup"]
+    spans = {"target": 12.34, "target/attention": 3.21, "target LM head": 4.56, "draft context": 1.23}
+    rounds = [
+        {"method": m, "benchmark": "problems_unseen", "batch_size": 16, "spans": spans, "between spans": 0.5,
+         "milliseconds": 123.45, "unsynchronised": 120.0,
+         "ideal": None if m == "AR" else {"ideal": 2.5, "achieved": 0.8}}
+        for m in methods
+    ]  # fmt: skip
+    bins = [{"start": 32 * i, "rounds": 1234, "tau": 12.34} for i in range(16)]
+    speeds = [
+        {"method": m, "benchmark": "problems_unseen", "temperature": 1.0, "quality": 1.0, "tau": 12.34,
+         "speedup": 12.34, "average": 12345.6, "max": 12345.6, "top10": 12345.6, "seconds_per_sample": 123.456,
+         "price_per_million": 123.45, "tau_by_position": bins}
+        for m in methods
+    ]  # fmt: skip
+    costs = [
+        {"context": c, "tokens": k, "attention": 123.45, "rest": 1234.56, "lm_head": 123.45, "ratio": 123.45}
+        for c in (64, 4096) for k in (1, 256)
+    ]  # fmt: skip
+    texts = [
+        speed_table(speeds, trusted=False),
+        round_tables(rounds, trusted=False),
+        cost_table("verify K tokens", costs, ("attention", "rest", "lm_head")),
+        position_text(speeds, 32),
+    ]
+    for text in texts:
+        assert max(map(len, text.splitlines())) <= 80
+    assert texts[0].count("12.34*") == len(methods)
+    assert texts[1].count("2.50*") == len(methods) - 1
+    assert "*" not in speed_table(speeds, trusted=True) + round_tables(rounds, trusted=True)
+    assert texts[1].count("between spans") == 2  # four decoders abreast, the fifth below
+    assert "verify K tokens after L=4096 tokens, ms" in texts[2]
+    assert texts[3].count("480+: 12.34 (1234)") == len(methods)
 
 
 FEW = [

@@ -19,18 +19,18 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes and FLOPs a second, as measured."""
+    """Bytes per second and FLOP per second, as measured."""
 
     bandwidth: float
     flops: float
 
     @property
-    def knee(self) -> float:
-        """FLOPs a byte from which on the device multiplies as fast as it can."""
+    def ridge_point(self) -> float:
+        """FLOP per byte above which the device is compute-bound."""
         return self.flops / self.bandwidth
 
     def attainable(self, intensity: float) -> float:
-        """FLOPs a second at most, at so many FLOPs a byte."""
+        """FLOP per second at most, at `intensity` FLOP per byte."""
         return min(self.flops, self.bandwidth * intensity)
 
 
@@ -46,7 +46,7 @@ def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     return statistics.median(times[1:])
 
 
-def measure(device: torch.device, dtype: torch.dtype, *, stream_mb: int, matrix: int) -> Roofline:
+def measure_roofline(device: torch.device, dtype: torch.dtype, *, stream_mb: int, matrix: int) -> Roofline:
     """Reads a tensor of `stream_mb` MB (beyond any cache), and multiplies square matrices of width `matrix`."""
     stream = torch.ones(stream_mb * 2**20 // dtype.itemsize, dtype=dtype, device=device)
     a = torch.ones(matrix, matrix, dtype=dtype, device=device)
@@ -55,8 +55,9 @@ def measure(device: torch.device, dtype: torch.dtype, *, stream_mb: int, matrix:
     return Roofline(stream.numel() * dtype.itemsize / seconds_read, 2 * matrix**3 / seconds_product)
 
 
-def cost(target: LanguageModel, *, positions: float, context: float) -> tuple[float, float]:
-    """FLOPs and bytes of a pass over `positions` of one row that holds `context` keys: branches share them."""
+def pass_cost(target: LanguageModel, *, positions: float, context: float) -> tuple[float, float]:
+    """FLOP of a pass over `positions` of one row that holds `context` keys, and the bytes it reads: branches share the
+    keys."""
     config = target.model.config
     width = target.dtype.itemsize
     products = sum(p.numel() for name, p in target.named_parameters() if p.dim() == 2 and "embed" not in name)

@@ -55,7 +55,7 @@ def plot_loss(steps: Sequence[int], series: Mapping[str, Sequence[float]], path:
 
 
 def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Conditional acceptance per slot, one line a label: the share of rounds whose token at slot k was accepted
+    """Conditional acceptance per slot, one line per label: the share of rounds whose token at slot k was accepted
     among those whose slots 1..k-1 were. Rows may differ in length; NaN (slot hardly ever reached) leaves a gap."""
     _check(rows, length=None)
     with rc_context(_STYLE):
@@ -82,19 +82,19 @@ def plot_roofline(
     flops: float,
     path: Path,
 ) -> None:
-    """Measured passes (FLOP a byte, FLOP a second), a colour a group, under what the device can do at most; `notes`
-    are written beside their points."""
+    """Measured passes (FLOP per byte, FLOP per second), a colour per group, under what the device can do at most;
+    `notes` are written beside their points."""
     points = [point for group in groups.values() for point in group]
     _check({str(i): list(point) for i, point in enumerate(points)}, length=2)
-    knee = flops / bandwidth
+    ridge = flops / bandwidth
     lowest, highest = (edge(x for x, _ in points) for edge in (min, max))
-    left, right = min(lowest, knee) / 2, max(highest, knee) * 2
+    left, right = min(lowest, ridge) / 2, max(highest, ridge) * 2
     with rc_context(_STYLE):
         figure = _figure(9.0, 5.0)
         axes = figure.add_subplot()
-        axes.plot([left, knee, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
-        axes.axvline(knee, color="#999999", ls=":", lw=1.0)
-        axes.annotate(f"knee: {knee:.1f} FLOP/byte", (knee, flops), xytext=(4, 6), textcoords="offset points")
+        axes.plot([left, ridge, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
+        axes.axvline(ridge, color="#999999", ls=":", lw=1.0)
+        axes.annotate(f"ridge point: {ridge:.1f} FLOP/byte", (ridge, flops), xytext=(4, 6), textcoords="offset points")
         for (label, group), (colour, _, marker) in zip(groups.items(), _looks(), strict=False):
             axes.plot(*zip(*group, strict=True), color=colour, marker=marker, ls="", ms=6, label=label)
         for (note, point), height in zip(notes.items(), (-42, -84), strict=False):
@@ -129,7 +129,7 @@ def plot_reliability(report: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_rounds(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
-    """Milliseconds of one round as stacked bars, one bar a method, one segment a span."""
+    """Milliseconds of one round as stacked bars, one bar per method, one segment per span."""
     with rc_context(_STYLE):
         figure = _figure(8.0, 1.4 + 0.5 * len(bars))
         axes = figure.add_subplot()
@@ -149,7 +149,7 @@ def plot_rounds(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
 
 
 def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Milliseconds against K, a line a context length: verifying (with its attention alone, dashed) and drafting."""
+    """Milliseconds against K, a line per context length: verifying (with its attention alone, dashed) and drafting."""
     with rc_context(_STYLE):
         figure = _figure(9.0 if draft else 5.5, 4.0)
         panels = figure.subplots(1, 2 if draft else 1, squeeze=False)[0]
@@ -161,12 +161,12 @@ def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str,
             for context, (colour, _, marker) in zip(
                 dict.fromkeys(line["context"] for line in lines), _looks(), strict=False
             ):
-                own = [line for line in lines if line["context"] == context]
-                tokens = [line["tokens"] for line in own]
-                whole = [sum(line[part] for part in parts) for line in own]
+                chosen = [line for line in lines if line["context"] == context]
+                tokens = [line["tokens"] for line in chosen]
+                whole = [sum(line[part] for part in parts) for line in chosen]
                 axes.plot(tokens, whole, color=colour, marker=marker, ms=5, lw=1.6, label=f"L = {context}")
                 if "attention" in parts:
-                    axes.plot(tokens, [line["attention"] for line in own], color=colour, ls="--", lw=1.2)
+                    axes.plot(tokens, [line["attention"] for line in chosen], color=colour, ls="--", lw=1.2)
             axes.set_xscale("log", base=2)
             axes.set(title=title, xlabel="K", ylabel="milliseconds")
             axes.set_ylim(bottom=0)
@@ -177,7 +177,7 @@ def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str,
 
 
 def plot_tau_by_position(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
-    """tau of the rounds that began in each stretch of the answer, one line a label."""
+    """tau of the rounds that began in each stretch of the answer, one line per label."""
     with rc_context(_STYLE):
         figure = _figure(7.0, 4.2)
         axes = figure.add_subplot()

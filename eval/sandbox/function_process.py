@@ -1,6 +1,6 @@
 """A function that may hang, die or eat all memory, in a process of its own: one JSON line in, one out.
 
-Both ends are here: the host's `Worker` starts a script such as math_worker.py, which calls `serve`.
+Both ends are here: the host's `FunctionProcess` starts a script such as math_process.py, which calls `serve`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from dspec.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 300.0  # imports on a busy machine
-_SLACK_S = 10  # the host's clock ends a question, the worker's own alarm one that the host no longer waits for
+_SLACK_S = 10  # the host's clock ends a question, the process's own alarm one that the host no longer waits for
 
 
 class Reply(NamedTuple):
@@ -28,7 +28,7 @@ class Reply(NamedTuple):
     value: Any = None
 
 
-class Worker:
+class FunctionProcess:
     """Asks one process, from any thread, one question at a time; one that hangs is killed and the next one started.
 
     A process that died is started anew and asked once more: what ended it may have come between two questions.

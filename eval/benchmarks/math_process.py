@@ -7,7 +7,7 @@ expression.
 import re
 from collections.abc import Callable
 
-from eval.benchmarks.worker import serve
+from eval.sandbox.function_process import serve
 
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 

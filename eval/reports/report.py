@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from dspec.atomic import atomic_file, write_json
-from eval.plots import plot_acceptance, plot_loss, plot_reliability
-from eval.table import as_csv, gate_note, legend, markdown, table
+from eval.reports.plots import plot_acceptance, plot_loss, plot_reliability
+from eval.reports.table import as_csv, gate_note, legend, markdown, table
 
 Rows = Sequence[dict[str, Any]]
 _FEWEST = 20  # rounds that reach a slot, for its acceptance to be drawn

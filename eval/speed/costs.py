@@ -21,6 +21,7 @@ from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 from dspec.spans import Profile
 from eval.samples import Sample
+from eval.speed.settings import check_curves
 
 PREFILL = "prefill"
 VERIFIES = ("target", "target LM head")
@@ -183,8 +184,7 @@ def _with_ratio(lines: list[Line], parts: Sequence[str]) -> list[Line]:
 
 
 def _check_lengths(target: LanguageModel, tokens: Sequence[int], contexts: Sequence[int]) -> None:
-    if min([*tokens, *contexts], default=0) < 1 or sorted(set(tokens)) != list(tokens):
-        raise UserError("speed.tokens must rise from 1 or more, and speed.contexts hold lengths of 1 or more")
+    check_curves(tokens, contexts)
     if max(contexts) + max(tokens) > target.max_positions:
         raise UserError(
             f"speed.contexts up to {max(contexts)} and speed.tokens up to {max(tokens)} exceed the context of "
@@ -196,7 +196,7 @@ def achieved_over_ideal(tau: float, speedup: float, baseline: Line, profile: Lin
     """The speedup that models alone would allow, tau * T_ar / (T_draft + T_verify), and how much of it was reached.
 
     T_ar is plain AR's pass with its LM head; `baseline` and `profile` come from `round_profile` at the batch size of
-    `speedup`: times a row.
+    `speedup`: times per row.
     """
     ar = sum(baseline["spans"][name] for name in VERIFIES)
     verify = sum(profile["spans"][name] for name in VERIFIES)
@@ -210,10 +210,9 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
     emitted: dict[int, list[int]] = {}
     for generation in generations:
         at = generation.prefill_tokens
-        for drafted in generation.rounds:
-            new = min(drafted.accepted + 1, len(generation.tokens) - at)  # a stop cuts the last round short
-            emitted.setdefault(at // width, []).append(new)
-            at += new
+        for one in generation.rounds:
+            emitted.setdefault(at // width, []).append(one.committed)
+            at += one.committed
     return [
         {"start": number * width, "rounds": len(new), "tau": statistics.fmean(new)}
         for number, new in sorted(emitted.items())
@@ -221,9 +220,9 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
 
 
 def speeds(samples: Sequence[Sample], *, price_per_hour: float | None) -> Line:
-    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds a sample
-    (all seconds over all samples) and the mean seconds that a batch takes, and the price of a million tokens, in the
-    currency of `price_per_hour`."""
+    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds per
+    sample (all seconds over all samples), the mean seconds that a batch takes, and the price of a million tokens, in
+    the currency of `price_per_hour`."""
     batches: dict[int, list[Sample]] = {}
     for sample in samples:
         batches.setdefault(sample.batch, []).append(sample)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from eval.report import Report, drawn_acceptance
-from eval.table import as_csv, gate_note, legend, markdown, table
+from eval.reports.report import Report, drawn_acceptance
+from eval.reports.table import as_csv, gate_note, legend, line, markdown, table
 
 
 def made(method: str, **change: Any) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def test_it_fits_80_columns_whatever_the_names() -> None:
     check = {"trusted": False, "ar_over_generate": 0.84, "interval_95": [0.75, 0.88], "batches": 24, "batch_size": 16,
              "floor": 0.9}  # fmt: skip
     for trusted in (True, False, None):
+        assert max(map(len, gate_note(check | {"trusted": trusted, "floor": 0.8}).splitlines())) <= 80
         assert max(map(len, gate_note(check | {"trusted": trusted}).splitlines())) <= 80
 
 
@@ -53,6 +54,29 @@ def test_marks() -> None:
     zero = made("z", quality=0.0, interval_95={"quality": [0.0, 0.1135]})
     assert "0.0 (0-11)" in table([zero], trusted=True)  # none of 30 says no less than that
     assert "–" in table([made("z", quality=None, quality_name=None)], trusted=True)
+
+
+def test_a_gate_that_came_to_no_end_is_undecided() -> None:
+    check = {"trusted": True, "ar_over_generate": 0.92, "interval_95": [0.85, 0.97], "batches": 1, "batch_size": 2,
+             "floor": 0.9}  # fmt: skip
+    assert "undecided: 0.9 lies between" in gate_note(check)
+    assert "1 batch of 2" in gate_note(check)
+    for clear in ({"interval_95": [0.91, 0.97]}, {"interval_95": None}):
+        assert "undecided" not in gate_note(check | clear)
+    assert "undecided" in gate_note(check | {"trusted": False, "ar_over_generate": 0.89})
+
+
+def test_answers_without_a_verdict_are_counted() -> None:
+    rows = [made("AR", verdicts={"undecided": 0.0}), made("ours", verdicts={"undecided": 0.1})]
+    assert "problems, T=0, 30 prompts, exact match, 10.0 % undecided\n" in table(rows, trusted=True)
+    assert "undecided: the judge" in legend(rows)
+    assert max(map(len, legend(rows).splitlines())) <= 80
+    assert "undecided" not in table(rows[:1], trusted=True) + legend(rows[:1])
+
+
+def test_a_row_that_is_done_shows_whether_its_speedup_is_trusted() -> None:
+    assert line(made("ours"), trusted=False).endswith("x AR 1.74*")
+    assert line(made("ours"), trusted=True).endswith("x AR 1.74")
 
 
 def test_markdown_and_csv_hold_every_row() -> None:
