@@ -10,13 +10,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import instantiate
+from dspec.config import instantiate, instantiate_decoders
 from dspec.decoding import factory
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
 from eval.checkpoints import check_arguments
-from eval.evaluate import Check, DecoderSpec, Evaluation
+from eval.decoders import DecoderSpec
+from eval.evaluate import Check, Evaluation
 from eval.load import LoadedModel, load_model
 from eval.results import AR
 from eval.rows import Row
@@ -44,9 +45,9 @@ def measure(cfg: DictConfig, run_dir: Path) -> EvaluationResult:
     subject = load_model(cfg)
     target = subject.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    contenders = instantiate(cfg.decoder)
+    contenders = instantiate_decoders(cfg)
     if AR not in contenders:
-        contenders = {AR: DecoderSpec(method="AR", build=factory.autoregressive), **contenders}
+        contenders = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **contenders}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")
     run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=subject.policy.to_dict(target.tokenizer))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
+from dspec.old_names import renamed
 
 AR = "autoregressive"
 AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
@@ -23,6 +24,7 @@ def read_results(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not the results of a run ({error!r}): give folders of finished runs") from error
     if not run.get("complete", True):
         raise UserError(f"{folder} has not finished: go on with resume={folder}")
+    run["config"] = renamed(run["config"])  # so that runs from before a renaming compare with those after
     return dict(results)
 
 
