@@ -36,7 +36,7 @@ def ablation(folders: Sequence[Path], *, decoder: str) -> Table:
         method = results["run"]["config"].get("method")
         if not isinstance(method, dict) or "schedule" not in method or "window" not in method:
             raise UserError(f"{folder} is no training run with a noise schedule: give runs of recipe=jacobi_forcing")
-        schedule = (method["schedule"] or {}).get("_target_", "none").rpartition(".")[2]
+        schedule = (method["schedule"] or {}).get("_target_", "none").rpartition(".")[2].removesuffix("Schedule")
         window = "–" if method["window"] is None else str(method["window"])
         for temperature in sorted({row["decoder"]["temperature"] for row in results["rows"]}):
             rows = [row for row in results["rows"] if row["decoder"]["temperature"] == temperature]
