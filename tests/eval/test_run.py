@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +124,28 @@ def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> Non
     (only,) = read_samples(alone / "samples.jsonl")
     assert samples["base_autoregressive"] == only.generation.tokens
     assert samples["autoregressive"] == samples["jacobi_single"] != only.generation.tokens
+
+
+OLD_RUNS = Path(__file__).parent / "old_runs"  # config.json as runs at commit 9238894 wrote it
+
+
+def test_a_drafter_of_an_old_run_is_evaluated(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Its config names modules and classes that have moved since."""
+    shutil.copytree(checkpoint / "draft", tmp_path / "old" / "draft")
+    shutil.copy(OLD_RUNS / "dspark.json", tmp_path / "old" / "config.json")
+    found = results(run(f"checkpoint={tmp_path / 'old'}", "decoder=speculative", "benchmark=tiny", *ONE))
+    assert [(row["method"], row["target"], row["mismatches"]) for row in found.rows] == [
+        ("AR", "tiny", 0), ("dspark", "tiny", 0),
+    ]  # fmt: skip
+
+
+def test_a_target_of_an_old_run_is_evaluated(run: Run, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "target", tmp_path / "old" / "target")
+    shutil.copy(OLD_RUNS / "jacobi_forcing.json", tmp_path / "old" / "config.json")
+    own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
+    found = results(run(f"checkpoint={tmp_path / 'old'}", own, "benchmark=tiny", *ONE))
+    assert [row["method"] for row in found.rows] == ["AR base", "AR", "JF, Jacobi"]
+    assert found.rows[2]["decoder"]["block_size"] == 8  # as it was trained
 
 
 def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path) -> None:
