@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
-from dspec.models.language_model import embedded_target, load_language_model
+from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.train import main
 from eval.ablation import ablation
 from eval.run import main as evaluate
@@ -59,7 +59,12 @@ def run(args: list[str], cache: Path, out: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_whole_recipe(cache: Path, tmp_path: Path) -> None:
-    out = run([], cache, tmp_path / "run")
+    loads: list[LanguageModel] = []
+    with pytest.MonkeyPatch.context() as patch:
+        load = lambda **how: loads.append(embedded_target(**how)) or loads[-1]  # noqa: E731
+        patch.setattr("dspec.models.language_model.embedded_target", load)
+        out = run([], cache, tmp_path / "run")
+    assert len(loads) == 2  # the one that is trained, and one base for five decoders
     rows = json.loads((out / "results.json").read_text())["rows"]
     assert len(rows) == 10 * 2
     by_name = {row["decoder"]["name"]: row for row in rows if row["benchmark"] == "problems"}

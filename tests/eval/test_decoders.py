@@ -97,6 +97,21 @@ def test_a_decoder_of_the_base_has_the_settings_of_the_one_it_names() -> None:
         composed("eval", ["target=tiny", "decoder=base_jacobi"])
 
 
+LABELS = {  # as results and tables had them when each decoder was a file of its own
+    "autoregressive": "AR", "speculative": "L", "speculative_head_off": "L, head off", "refined_once": "L, refined once",
+    "refined_twice": "L, refined twice", "prompt_lookup": "prompt lookup", "jacobi": "L, K=2 + recycling",
+    "jacobi_single": "L, Jacobi", "jacobi_recycling": "L, recycling", "jacobi_multiblock": "L, K=2",
+    "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
+    "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
+}  # fmt: skip
+
+
+def test_labels_are_those_of_older_results() -> None:
+    cfg = composed("eval", ["target=tiny", "label=L", f"decoder=[{','.join(LABELS)}]"])
+    assert {str(name): node.label for name, node in cfg.decoder.items()} == LABELS
+    assert LABELS.keys() == {*FILES, *variants(VARIANTS)}
+
+
 def test_a_variant_cannot_set_what_its_decoder_lacks(tmp_path: Any) -> None:
     table = tmp_path / "decoder_variants.yaml"
     table.write_text(yaml.safe_dump({"wide": {"decoder": "jacobi", "blcks": 4}}))
