@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dspec.errors import UserError
+from dspec.old_names import renamed
 
 
 def draft_folder(checkpoint: Path) -> Path | None:
@@ -40,7 +41,7 @@ def run_config(checkpoint: Path | None) -> dict[str, Any]:
             except ValueError as error:
                 raise UserError(f"{path} is not JSON ({error}): restore it, or take another checkpoint") from error
             if isinstance(config, dict) and "method" in config and "target" in config:
-                return config
+                return dict(renamed(config))
     return {}
 
 

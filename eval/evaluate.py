@@ -6,7 +6,6 @@ amount to is eval/rows.py, the form of results.json eval/results.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
+from eval.decoders import DecoderSpec
 from eval.gate import against_generate, timed
 from eval.progress import Meter
 from eval.reports.table import line
@@ -34,18 +34,6 @@ Prompts = list[tuple[Item, list[int]]]
 Check = dict[str, Any]
 T = TypeVar("T")
 Grown = Callable[[list[Row], Check], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderSpec:
-    """A line of the table: a method's label and `build(target=, draft=)` for its decoder.
-
-    `serial` is the contender that decodes the same weights one token a pass: mismatches and speedup refer to it.
-    """
-
-    method: str
-    build: Callable[..., Decoder]
-    serial: str = AR
 
 
 class Evaluation:
@@ -88,8 +76,8 @@ class Evaluation:
         speedups refer to, for a benchmark without prompts, and for a prompt that does not fit the context."""
         if AR not in contenders:
             raise UserError(f"decoder must contain {AR}: speeds are measured against it")
-        if lacking := sorted({c.serial for c in contenders.values()} - contenders.keys()):
-            raise UserError(f"decoder must contain {', '.join(lacking)}, the serial decoder of others in it")
+        if lacking := sorted({c.baseline for c in contenders.values()} - contenders.keys()):
+            raise UserError(f"decoder must contain {', '.join(lacking)}, which others in it are measured against")
         encoded = {
             name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
             for name, benchmark in benchmarks.items()
@@ -296,16 +284,16 @@ class Evaluation:
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
         return [
             {
-                "method": contenders[key].method,
+                "method": contenders[key].label,
                 "target": target.name,
                 "decoder": {"name": key, **decoders[key].settings(sampling)},
-                "serial": contenders[key].serial,
+                "serial": contenders[key].baseline,
                 "lossless": decoders[key].lossless,
                 "benchmark": name,
                 "batch_size": self.batch_size,
                 **row(
                     answered,
-                    by_decoder[contenders[key].serial],
+                    by_decoder[contenders[key].baseline],
                     by_decoder[AR_OF_BASE if AR_OF_BASE in contenders else AR],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,

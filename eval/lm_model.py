@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
-from dspec.config import composed, instantiate
+from dspec.config import composed, instantiate_decoders
 from dspec.decoding import base as decoding
 from dspec.decoding.base import Generation
 from dspec.decoding.sampling import Sampling
@@ -46,7 +46,7 @@ class DspecLM(TemplateLM):
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
         self.loaded = load_model(cfg)
-        self._contender = next(iter(instantiate(cfg.decoder).values()))
+        self._contender = next(iter(instantiate_decoders(cfg).values()))
         self.target, self.tokenizer, self.seed = self.loaded.target, self.loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
@@ -187,7 +187,7 @@ class DspecLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Counts of all generations so far, task by task, for lm-eval's results."""
-        decoder = {"method": self._contender.method, **self._decoder.settings(self._sampling({}))}
+        decoder = {"method": self._contender.label, **self._decoder.settings(self._sampling({}))}
         tasks = {
             task: {"n": len(done), **counts(done), "acceptance": acceptance(done)}
             for task, done in self._generations.items()

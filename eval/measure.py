@@ -10,12 +10,13 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import instantiate, remember_command
+from dspec.config import instantiate, instantiate_decoders, remember_command
 from dspec.decoding import factory
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
-from eval.evaluate import DecoderSpec, Evaluation
+from eval.decoders import DecoderSpec
+from eval.evaluate import Evaluation
 from eval.load import LoadedModel, load_model
 from eval.results import AR
 
@@ -41,9 +42,9 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     loaded = load_model(cfg)
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    contenders = instantiate(cfg.decoder)
+    contenders = instantiate_decoders(cfg)
     if AR not in contenders:
-        contenders = {AR: DecoderSpec(method="AR", build=factory.autoregressive), **contenders}
+        contenders = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **contenders}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")
     results = evaluation(

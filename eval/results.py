@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
+from dspec.old_names import renamed
 
 SCHEMA = 2
 AR = "autoregressive"
@@ -92,6 +93,7 @@ def load(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not the results of a run ({error!r}): give folders of finished runs") from error
     if not run.get("complete", True):
         raise UserError(f"{folder} has not finished: go on with resume={folder}")
+    run["config"] = renamed(run["config"])  # so that runs from before a renaming compare with those after
     return {**results, "schema": SCHEMA, "rows": rows}
 
 

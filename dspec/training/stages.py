@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import instantiate, remember_command
+from dspec.config import instantiate, instantiate_decoders, remember_command
 from dspec.errors import UserError
 from dspec.method import Method
 from dspec.models.draft import Draft
@@ -56,7 +56,7 @@ def train(cfg: DictConfig) -> None:
     )
     method: Method = instantiate(cfg.method, **parts)
     calibrate = instantiate(cfg.calibration)
-    contenders, benchmarks = instantiate(cfg.decoder), instantiate(cfg.benchmark)
+    contenders, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
     if calibrate is not None:
         calibrate.check(draft)
@@ -66,7 +66,7 @@ def train(cfg: DictConfig) -> None:
     trainer: L.Trainer = instantiate(
         cfg.trainer,
         default_root_dir=str(run_dir),
-        callbacks=[*instantiate(cfg.callbacks).values(), history, FinalCheckpoint(run_dir)],
+        callbacks=[*filter(None, instantiate(cfg.callbacks).values()), history, FinalCheckpoint(run_dir)],
         logger=instantiate(cfg.logger),
         plugins=[AtomicCheckpointIO()],
     )
@@ -74,7 +74,7 @@ def train(cfg: DictConfig) -> None:
     rank_zero_only(write_json)(run_dir / "config.json", portable(plain, run_dir))
     rank_zero_only(remember_command)(cfg)
 
-    log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
+    log.info("training %s against %s in %s", cfg.label, target.name, run_dir)
     method.to(trainer.strategy.root_device)  # responses are written there, too
     module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
     try:

@@ -79,7 +79,7 @@ class SpeedReport:
                 stop_ids=target.stop_ids,
                 seeds=[prompt_seed(self.settings.seed, item.id) for item, _ in prompts],
             )
-            about = {"decoder": key, "method": contender.method, "benchmark": name}
+            about = {"decoder": key, "method": contender.label, "benchmark": name}
             rounds.append(about | {"batch_size": done.evaluation.batch_size} | profile)
         first = {
             row["decoder"]["name"]: row

@@ -21,7 +21,8 @@ from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
-from eval.evaluate import DecoderSpec, Evaluation
+from eval.decoders import DecoderSpec, on_base
+from eval.evaluate import Evaluation
 from eval.reports.table import gate_note, table
 from eval.samples import SampleLog, read_samples
 
@@ -60,8 +61,8 @@ def lookup(**kwargs: object) -> object:
 
 
 CONTENDERS = {
-    "autoregressive": DecoderSpec(method="AR", build=factory.autoregressive),
-    "lookup": DecoderSpec(method="prompt lookup", build=lookup),  # type: ignore[arg-type]
+    "autoregressive": DecoderSpec(label="AR", build=factory.autoregressive),
+    "lookup": DecoderSpec(label="prompt lookup", build=lookup),  # type: ignore[arg-type]
 }
 PROMPTS = ["Tom has 3 pens.", "Say one two one two one two.", "def f(a, b):", "Ann had 7 apples.", "Once upon a time"]
 
@@ -326,15 +327,15 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():
         trained.embed_tokens.weight.mul_(1.3)
-    on_base = {"base": base, "build": factory.autoregressive}
+    own = {"base": lambda: base, "build": factory.autoregressive}
     contenders = {
         "base_autoregressive": DecoderSpec(
-            method="AR base", build=partial(factory.on_base, **on_base), serial="base_autoregressive"
+            label="AR base", build=partial(on_base, **own), baseline="base_autoregressive"
         ),
         "base_lookup": DecoderSpec(
-            method="base, lookup",
-            build=partial(factory.on_base, base=base, build=lookup),
-            serial="base_autoregressive",
+            label="base, lookup",
+            build=partial(on_base, base=lambda: base, build=lookup),
+            baseline="base_autoregressive",
         ),
         **CONTENDERS,
     }
@@ -357,5 +358,3 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     del contenders["base_autoregressive"]
     with pytest.raises(UserError, match="must contain base_autoregressive"):
         evaluation(0.0).rows(target=trained, contenders=contenders, **settings)
-    with pytest.raises(UserError, match="needs target="):
-        factory.on_base(target=trained, draft=None, base=None, build=lookup)  # type: ignore[arg-type]

@@ -234,7 +234,7 @@ def test_the_tables_fit_80_columns() -> None:
 
 FEW = [
     "limit=2", "evaluation.generate_prompts=1", "evaluation.generate_floor=0.0", "evaluation.warmup=1",
-    "benchmark.problems.max_new_tokens=24", "~benchmark.problems_unseen", "~benchmark.functions",
+    "benchmark.problems.max_new_tokens=24", "~benchmark.functions",
     "speed.tokens=[1,4]", "speed.contexts=[8]", "speed.repeats=1", "speed.position_width=8",
 ]  # fmt: skip
 
