@@ -26,7 +26,7 @@ from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
-from dspec.seeding import prompt_seed
+from dspec.seeding import epoch_seed
 
 Document = tuple[list[int], int]  # ids, and where the response starts
 
@@ -213,7 +213,7 @@ class Shuffle(Sampler[int]):
         return rows - rows % self.together if rows >= self.together else rows
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(prompt_seed(self.seed, f"epoch {self.epoch}"))
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
         rows = torch.randperm(len(self.lengths), generator=generator).tolist()[: self._used]
         if self.window:
             whole = max(1, self.window // self.together) * self.together  # batches do not cross windows

@@ -21,11 +21,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.config import entry_point, instantiate
 from dspec.decoding.base import Decoder
 from dspec.errors import UserError
+from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
 
 log = logging.getLogger(__name__)
@@ -159,12 +159,10 @@ def _generate(
     """Generates and appends responses, batch by batch, and adds them to `done`."""
     if not batches:
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with path.open("a", encoding="utf-8") as file, Progress(TextColumn("responses by the target"), *columns) as bar:
-        task = bar.add_task("regenerate", total=sum(map(len, batches)))
+    with path.open("a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-        for batch in batches:
+        for batch in with_progress("responses by the target", batches):
             generations = decoder.decode(
                 [ids for _, ids in batch],
                 max_new_tokens=max_new_tokens,
@@ -178,7 +176,6 @@ def _generate(
                 done[key(name, ids)] = response
             file.flush()
             os.fsync(file.fileno())
-            bar.advance(task, len(batch))
 
 
 def _task(cfg: DictConfig) -> None:

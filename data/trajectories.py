@@ -12,13 +12,12 @@ stay. Samples are views of the memory-mapped files: what is not in a batch takes
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,6 +34,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Sample, pack, packed_batch
 from dspec.models.language_model import LanguageModel
+from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
 
 Prompts = Sequence[tuple[str, list[int]]]
@@ -130,24 +130,12 @@ def collect(
         for path in sorted(folder.glob("*.safetensors")):
             done |= read_shard(path, block_size=n)
         missing = [prompt for prompt in prompts if key(*prompt) not in done]
-        for batch in _with_progress(batches_of(missing, batch_size)):
+        for batch in with_progress("Jacobi trajectories of the target", batches_of(missing, batch_size)):
             path = folder / f"{settings_key({'prompts': batch})}.safetensors"
             traced = trace(decoder, batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed)
             write_shard(path, [name for name, _ in batch], traced)
             done |= read_shard(path, block_size=n)
     return [done[key(*prompt)] for prompt in prompts]
-
-
-def _with_progress(batches: Sequence[Prompts]) -> Iterator[Prompts]:
-    """The batches, with a bar where there are any."""
-    if not batches:
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("Jacobi trajectories of the target"), *columns) as bar:
-        task = bar.add_task("collect", total=sum(map(len, batches)))
-        for batch in batches:
-            yield batch
-            bar.advance(task, len(batch))
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """A training method: batches in, a weighted loss sum out. It knows no trainer and no config."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Generator, Tensor, nn
 
@@ -14,7 +15,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 class LossOutput:
     """`loss_sum / weight` is the loss; both are sums over the local batch, so that ranks can be pooled exactly.
 
-    `metrics` maps a name to (sum, count), scalars or one entry a slot, pooled the same way.
+    `metrics` maps a name to (sum, count), scalars or one entry per slot, pooled the same way.
     """
 
     loss_sum: Tensor
@@ -41,6 +42,8 @@ class Batch:
 class Method(nn.Module, ABC):
     """What is trained are its parameters with requires_grad, in float32 at least; checkpoints hold those alone."""
 
+    shown: ClassVar[tuple[str, ...]] = ()  # logged names that stand on the progress bar, beside the loss
+
     def begin(self) -> None:
         """Called once when training begins; data have been written by the model as it was until then."""
         float32_masters(self)
@@ -49,6 +52,10 @@ class Method(nn.Module, ABC):
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
         neither on the rows beside it nor on the number of ranks that share them."""
+
+    def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What follows from the metrics' values (sum / count over all ranks), by name, to be logged beside them."""
+        return {}
 
     def after_step(self) -> None:
         """Called after each optimizer step (a moving average of the weights moves here)."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from dspec.atomic import write_json
 from dspec.calibration.sts import (
@@ -29,7 +28,9 @@ from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
+from dspec.progress import with_progress
 from dspec.provenance import fingerprint
+from dspec.seeding import calibration_seed
 
 
 class CalibrateSTS:
@@ -96,7 +97,9 @@ class CalibrateSTS:
         stop_ids: Sequence[int],
         artefact: Path | None = None,
     ) -> dict[str, Any]:
-        """Sets `draft.calibration` and returns the report. Raises UserError when prompts or rounds are too few.
+        """Notes the temperatures in the drafter's metadata and returns the report.
+
+        Raises UserError when prompts or rounds are too few.
 
         `artefact` is a JSON file in which the outcome is kept, and from which it is taken if it was found for the same
         weights, prompts and settings.
@@ -104,11 +107,11 @@ class CalibrateSTS:
         self.check(draft)
         key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None
         if artefact is not None and (kept := _kept(artefact, key)) is not None:
-            draft.calibration = Calibration.from_dict(kept["calibration"])
+            draft.metadata.calibration = Calibration.from_dict(kept["calibration"])
             return dict(kept["report"])
         report = self._fit(target, draft, prompts, stop_ids)
-        if artefact is not None and draft.calibration is not None:
-            write_json(artefact, {"key": key, "calibration": draft.calibration.to_dict(), "report": report})
+        if artefact is not None and draft.metadata.calibration is not None:
+            write_json(artefact, {"key": key, "calibration": draft.metadata.calibration.to_dict(), "report": report})
         return report
 
     def _key(self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]) -> str:
@@ -126,9 +129,9 @@ class CalibrateSTS:
             target=target, proposer=DraftProposer(draft), sampling=self.sampling, record_confidence=True
         )
         generations: list[Generation] = []
-        for start in track(range(0, len(prompts), self.batch_size), "calibration traces"):
-            batch = list(prompts[start : start + self.batch_size])
-            seeds = [self.seed * 1_000_003 + start + i for i in range(len(batch))]
+        batches = [list(prompts[i : i + self.batch_size]) for i in range(0, len(prompts), self.batch_size)]
+        for batch in with_progress("calibration traces", batches):
+            seeds = [calibration_seed(self.seed, len(generations) + i) for i in range(len(batch))]
             generations += decoder.decode(batch, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids, seeds=seeds)
         traces, prompt_N = gather(generations)
         shares = [self.fit_share / self.folds] * self.folds + [1 - self.fit_share]
@@ -138,7 +141,9 @@ class CalibrateSTS:
         temperatures = fit_sts(fit := Traces.cat(folds), grid=self.grid, bins=self.bins)
         if gain <= self.min_gain:
             temperatures = torch.ones_like(temperatures)
-        draft.calibration = Calibration(tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p)
+        draft.metadata.calibration = Calibration(
+            tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p
+        )
         return {
             "temperatures": temperatures.tolist(),
             "cross_validated_gain": gain,

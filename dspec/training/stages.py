@@ -94,7 +94,7 @@ def train(cfg: DictConfig) -> None:
     )
     card = report.card(target=target.name, run=run, command=choices["recipe"])
     if draft is not None:
-        draft.prompt_policy = data.prompt_policy
+        draft.metadata.prompt_policy = data.prompt_policy
     method.export(run_dir, card=card)
     calibration = None
     if draft is not None and calibrate is not None:

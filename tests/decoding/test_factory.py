@@ -19,7 +19,7 @@ PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confi
 
 def _draft(toys: SimpleNamespace, target: Any, temperature: float = 2.0) -> Any:
     draft = toys.draft(target, seed=8, head="vanilla", confidence=True)
-    draft.calibration = Calibration((temperature, 1.5, 0.5, 3.0), WARM.temperature, WARM.top_p)
+    draft.metadata.calibration = Calibration((temperature, 1.5, 0.5, 3.0), WARM.temperature, WARM.top_p)
     return draft
 
 
@@ -31,7 +31,7 @@ def test_the_drafters_temperatures_reach_the_decoder(toys: SimpleNamespace) -> N
         decoder = factory.speculative(
             target=target, draft=draft, sampling=WARM, **PLAIN | {"confidence_threshold": 0.4}
         )
-        assert decoder.temperatures == draft.calibration.temperatures
+        assert decoder.temperatures == draft.metadata.calibration.temperatures
         assert decoder.settings()["sts"] is True
         plain = factory.speculative(target=target, draft=draft, sampling=WARM, **PLAIN)  # nothing is cut: not needed
         assert "sts" not in plain.settings()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -36,13 +37,20 @@ def test_match_counts_greedy_agreement_slot_by_slot(toys: SimpleNamespace) -> No
     assert 0 < agreed < counted
 
 
+def test_expected_tau_multiplies_the_slots(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    method = DFlash(target=target, draft=toys.draft(target), **SETTINGS)
+    tau = method.derived({"accept": torch.tensor([0.5, 0.8, 0.25]), "ce": torch.tensor(1.0)})["expected_tau"]
+    assert float(tau) == pytest.approx(1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25)
+
+
 def test_the_drafter_knows_how_many_anchors_trained_it(toys: SimpleNamespace) -> None:
     """DeepSpec's config.json carries it."""
     target = toys.target()
     draft = toys.draft(target)
-    assert draft.num_anchors is None
+    assert draft.metadata.num_anchors is None
     DFlash(target=target, draft=draft, **SETTINGS)
-    assert draft.num_anchors == 4
+    assert draft.metadata.num_anchors == 4
 
 
 def test_documents_do_not_see_each_other_whatever_their_positions(toys: SimpleNamespace) -> None:

@@ -3,11 +3,13 @@
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dspec.errors import UserError
+from dspec.methods.dflash import DFlash
 from dspec.training.lightning_parts import (
     CHECKPOINT,
     AtomicCheckpointIO,
@@ -15,7 +17,7 @@ from dspec.training.lightning_parts import (
     portable,
     resume_checkpoint,
 )
-from dspec.training.lit_module import SHOWN, LitModule, ratios
+from dspec.training.lit_module import LitModule, logged_values
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
@@ -100,10 +102,13 @@ def test_checkpoints_hold_what_training_changes() -> None:
         loaded.load_state_dict(saved)
 
 
-def test_a_step_without_the_targets_law_shows_accuracy() -> None:
+def test_a_step_without_the_targets_distribution_shows_accuracy(toys: SimpleNamespace) -> None:
     """DFlash without TV: no acceptance and no tau in training, both in validation."""
+    target = toys.target()
+    settings = {"num_anchors": 1, "loss_decay": 4.0, "ce_weight": 1.0, "tv_weight": 0.0, "chunk_mb": 1.0}
+    method = DFlash(target=target, draft=toys.draft(target), **settings)
     ones, halves = torch.ones(2), torch.full((2,), 0.5)
-    step = ratios({"loss": (ones[0], ones[0]), "ce": (ones[0], ones[0]), "accuracy": (halves, ones)})
-    assert set(SHOWN) & step.keys() == {"loss", "accuracy_0"}
+    step = logged_values({"loss": (ones[0], ones[0]), "ce": (ones[0], ones[0]), "accuracy": (halves, ones)}, method)
+    assert set(method.shown) & step.keys() == {"accuracy_0"}
     assert "expected_tau" not in step
-    assert float(ratios({"accept": (halves, ones)})["expected_tau"]) == 1.75
+    assert float(logged_values({"accept": (halves, ones)}, method)["expected_tau"]) == 1.75
