@@ -14,12 +14,12 @@ from omegaconf import DictConfig
 from data.trajectories import Trajectories
 from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
-from dspec.jacobi_forcing.packing import Sample
+from dspec.jacobi_forcing.packing import Trajectory
 
 BINS = 8
 
 
-def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
+def statistics(samples: Sequence[Trajectory], *, bins: int) -> dict[str, Any]:
     """What the trajectories look like, over all blocks' states but their fixed points.
 
     `passes_per_token`: passes over tokens that the prefill did not give. `noise_ratio`: a histogram of divergent

@@ -319,7 +319,7 @@ class PackedCorpus(L.LightningDataModule):
         for e in corpus(counts=self.counts, split="train", seed=self.seed):
             prompt = prompt_ids(tokenizer, e.prompt, self.policy)
             documents.append(([*prompt, *response_ids(tokenizer, e.response)], len(prompt)))
-        self._rows = pack(documents, self.row_length)
+        self._rows = pack_documents(documents, self.row_length)
 
     def train_dataloader(self) -> StatefulDataLoader:
         rows = self._rows[self.validation :]
@@ -337,10 +337,10 @@ class PackedCorpus(L.LightningDataModule):
         return held_out(self._rows[: self.validation], batch_size=self.batch_size, collate=self._collate, module=self)
 
     def _collate(self, rows: Sequence[list[Document]]) -> Batch:
-        return packed_batch(rows, self.row_length)
+        return document_batch(rows, self.row_length)
 
 
-def pack(documents: Sequence[Document], length: int) -> list[list[Document]]:
+def pack_documents(documents: Sequence[Document], length: int) -> list[list[Document]]:
     """Rows of whole documents, filled in order; raises UserError for a document longer than a row."""
     rows: list[list[Document]] = []
     room = 0
@@ -355,7 +355,7 @@ def pack(documents: Sequence[Document], length: int) -> list[list[Document]]:
     return rows
 
 
-def packed_batch(rows: Sequence[list[Document]], length: int) -> Batch:
+def document_batch(rows: Sequence[list[Document]], length: int) -> Batch:
     """Responses are supervised, prompts are not; padding is document -1."""
     ids_BL = torch.zeros(len(rows), length, dtype=torch.long)
     document_BL = torch.full((len(rows), length), -1)

@@ -32,7 +32,7 @@ from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.jacobi_forcing.packing import Sample, pack, packed_batch
+from dspec.jacobi_forcing.packing import Trajectory, pack_trajectories, trajectory_batch
 from dspec.models.language_model import LanguageModel
 from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
@@ -42,7 +42,7 @@ Prompts = Sequence[tuple[str, list[int]]]
 
 def trace(
     decoder: Jacobi, prompts: Prompts, *, max_new_tokens: int, stop_ids: Sequence[int], seed: int
-) -> list[Sample]:
+) -> list[Trajectory]:
     """Decodes a batch and keeps every state of each block, cut at the response's end."""
     states: list[dict[int, list[list[int]]]] = [{} for _ in prompts]
 
@@ -64,11 +64,11 @@ def trace(
         for begin in range(0, len(generation.tokens), n):
             clean = generation.tokens[begin : begin + n]
             blocks.append([*(s[: len(clean)] for s in own.get(begin // n, [])), clean])
-        samples.append(Sample.of(ids, generation.tokens, blocks, block_size=n))
+        samples.append(Trajectory.of(ids, generation.tokens, blocks, block_size=n))
     return samples
 
 
-def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample]) -> None:
+def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Trajectory]) -> None:
     """One safetensors file: flat integers and the lengths that cut them."""
     tensors = {
         "prompt": torch.cat([s.prompt_P for s in samples]),
@@ -85,7 +85,7 @@ def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample]) -> No
             raise OSError(str(error)) from error
 
 
-def read_shard(path: Path, *, block_size: int) -> dict[Key, Sample]:
+def read_shard(path: Path, *, block_size: int) -> dict[Key, Trajectory]:
     """Views of the file's samples. Raises UserError for a damaged file or one of another block size."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -99,11 +99,11 @@ def read_shard(path: Path, *, block_size: int) -> dict[Key, Sample]:
     return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, samples, strict=True)}
 
 
-def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Sample]:
+def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Trajectory]:
     prompts, responses = (tensors[name].split(tensors[f"{name}_length"].tolist()) for name in ("prompt", "response"))
     counts = tensors["states_per_block"].split([-(-len(response) // block_size) for response in responses])
     states = tensors["states"].split([int(count.sum()) for count in counts])
-    return [Sample(*parts) for parts in zip(prompts, responses, states, counts, strict=True)]
+    return [Trajectory(*parts) for parts in zip(prompts, responses, states, counts, strict=True)]
 
 
 def collect(
@@ -116,14 +116,14 @@ def collect(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
-) -> list[Sample]:
+) -> list[Trajectory]:
     """Trajectories of (id, ids) prompts in their order; only what `folder` lacks is decoded.
 
     Raises UserError when the folder was written with other settings or the disk is full: what was written stays, and
     the next run goes on from there.
     """
     n = decoder.plan.block_size
-    done: dict[Key, Sample] = {}
+    done: dict[Key, Trajectory] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second run of the same settings waits, then finds all there
         _check_settings(folder / "settings.json", settings)
@@ -181,8 +181,8 @@ class Trajectories(Conversations):
         if regeneration is None:
             raise UserError("trajectories are the target's own: data.regeneration must say how to decode them")
         self.block_size, self.row_length = block_size, row_length
-        self._packed: list[list[Sample]] = []
-        self._held_out: list[list[Sample]] = []
+        self._packed: list[list[Trajectory]] = []
+        self._held_out: list[list[Trajectory]] = []
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"block_size": self.block_size}
@@ -191,7 +191,7 @@ class Trajectories(Conversations):
     def folder(self) -> Path:
         return self.cache_dir / "trajectories" / f"{self.source.name}-{settings_key(self.settings())}"
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Trajectory]:
         """Trajectories of the training prompts, collected where missing."""
         wanted = dict(self.regeneration or {})
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
@@ -220,8 +220,8 @@ class Trajectories(Conversations):
                 f"{len(usable)} of {len(fitting)} responses are longer than one token, data.validation holds out "
                 f"{self.validation}: nothing to train on; raise the prompt count or data.max_length"
             )
-        self._held_out = pack(usable[: self.validation], row_length=self.row_length)
-        self._packed = pack(usable[self.validation :], row_length=self.row_length)
+        self._held_out = pack_trajectories(usable[: self.validation], row_length=self.row_length)
+        self._packed = pack_trajectories(usable[self.validation :], row_length=self.row_length)
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
@@ -230,7 +230,7 @@ class Trajectories(Conversations):
                 digest.update(part.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def _within(self, sample: Sample) -> Sample:
+    def _within(self, sample: Trajectory) -> Trajectory:
         """The blocks that fit `max_length`."""
         room = self.max_length - len(sample.prompt_P)
         return sample if len(sample.response_R) <= room else sample.beginning(max(0, room) // self.block_size)
@@ -241,10 +241,10 @@ class Trajectories(Conversations):
             lengths=[sum(sample.packed_length for sample in row) for row in self._packed],
             batch_size=self.batch_size,
             window=self.sort_window,
-            collate=packed_batch,
+            collate=trajectory_batch,
             module=self,
             seed=self.seed,
         )
 
     def val_dataloader(self) -> StatefulDataLoader:
-        return held_out(self._held_out, batch_size=self.batch_size, collate=packed_batch, module=self)
+        return held_out(self._held_out, batch_size=self.batch_size, collate=trajectory_batch, module=self)

@@ -201,7 +201,7 @@ def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) ->
 
 
 def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterion:
-    """Forward KL(teacher || student) of the distributions at `temperature`, teacher not differentiated (Jacobi Forcing, L_pc).
+    """Forward KL(teacher || student) at `temperature`, the teacher not differentiated (Jacobi Forcing, L_pc).
 
     The logits are the student's, the constants weight [p] and teacher hidden [p, D]; statistics are (KL, greedy
     match) per row.

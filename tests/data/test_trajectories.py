@@ -24,7 +24,7 @@ from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.jacobi_forcing.packing import Sample
+from dspec.jacobi_forcing.packing import Trajectory
 from dspec.methods.jacobi_forcing import LoRA
 from dspec.models.language_model import LanguageModel, embedded_target
 from dspec.seeding import prompt_seed
@@ -93,14 +93,14 @@ def test_no_state_is_lost(toys: SimpleNamespace, seed: int) -> None:
         assert sample.blocks[0][0] == first.block(0)[: len(generation.tokens)]
 
 
-def lists(sample: Sample) -> tuple[list[int], list[int], list[list[list[int]]]]:
+def lists(sample: Trajectory) -> tuple[list[int], list[int], list[list[list[int]]]]:
     return sample.prompt_P.tolist(), sample.response_R.tolist(), sample.blocks
 
 
 def test_shard_round_trip(tmp_path: Path) -> None:
     samples = [
-        Sample.of([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
-        Sample.of([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
+        Trajectory.of([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
+        Trajectory.of([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
     ]
     write_shard(tmp_path / "a.safetensors", ["x", "y"], samples)
     back = read_shard(tmp_path / "a.safetensors", block_size=3)
@@ -158,7 +158,7 @@ def test_added_and_changed_prompts_alone_are_decoded(
 ) -> None:
     whole, decoded = gather(toys, tmp_path / "a"), []
 
-    def watched(decoder: Jacobi, prompts: Any, **options: Any) -> list[Sample]:
+    def watched(decoder: Jacobi, prompts: Any, **options: Any) -> list[Trajectory]:
         decoded.extend(prompts)
         return trace(decoder, prompts, **options)
 
@@ -323,13 +323,13 @@ def test_statistics_by_hand() -> None:
         [1, 2, 3, 9],
         [1, 2, 3, 4],
     ]  # the last pass verifies [1, 2, 3, 4]'s last token
-    stats = statistics([Sample.of([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
+    stats = statistics([Trajectory.of([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
     assert stats["passes_per_token"] == 1.0  # three passes, three tokens behind the prefill's
     assert stats["noise_ratio"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert stats["ngram"] == pytest.approx(1 / 3)  # the 4 in the second state
     assert stats["stability"] == 0  # which the third one lost
     kept = [[1, 9, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
-    stats = statistics([Sample.of([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
+    stats = statistics([Trajectory.of([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
     assert (stats["ngram"], stats["stability"]) == (2, 1)
     assert "passes per token: 0.667" in describe(stats)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dspec.jacobi_forcing.noise import AnyState, divergent_suffix
-from dspec.jacobi_forcing.packing import Sample, packed_batch
+from dspec.jacobi_forcing.packing import Trajectory, trajectory_batch
 from dspec.jacobi_forcing.teachers import StopGradientTeacher
 from dspec.method import Batch
 from dspec.methods.ar_base import ARBase
@@ -80,8 +80,8 @@ def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
 def test_consistency_matches_where_nothing_is_noisy(toys: SimpleNamespace) -> None:
     """At the fixed point both copies say the same; a first draft of wrong tokens agrees at some places only."""
     blocks = [[[9, 9, 9], [1, 2, 3]], [[8, 0, 7], [4, 5, 6]], [[9, 9], [1, 7]]]
-    own = [Sample.of([7, first], [1, 2, 3, 4, 5, 6, 1, 7], blocks, block_size=3) for first in range(6)]
-    method, batch = _forcing(toys), packed_batch([own])
+    own = [Trajectory.of([7, first], [1, 2, 3, 4, 5, 6, 1, 7], blocks, block_size=3) for first in range(6)]
+    method, batch = _forcing(toys), trajectory_batch([own])
     results = [method.loss_at(batch, states).metrics for states in (batch.count_N - 1, torch.zeros_like(batch.count_N))]
     (clean, count), (noisy, _) = (metrics["match"] for metrics in results)
     assert clean == count == 6 * 7  # all noisy places but a response's last one
