@@ -175,7 +175,7 @@ class Share:
     ranks: int
 
     @classmethod
-    def of(cls, module: L.LightningDataModule) -> "Share":
+    def of_trainer(cls, module: L.LightningDataModule) -> "Share":
         trainer = module.trainer
         return cls(0, 1) if trainer is None else cls(trainer.global_rank, trainer.world_size)
 
@@ -251,7 +251,7 @@ def shuffled(
     seed: int,
 ) -> StatefulDataLoader:
     """A training loader in another order each epoch; this rank's share of it (see Shuffle)."""
-    epoch, share = epoch_of(module), Share.of(module)
+    epoch, share = epoch_of(module), Share.of_trainer(module)
     sampler = Shuffle(lengths, batch_size=batch_size, window=window, seed=seed, epoch=epoch, share=share)
     return _Loader(rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
@@ -260,7 +260,7 @@ def held_out(
     rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], module: L.LightningDataModule
 ) -> StatefulDataLoader:
     """A validation loader: every row on one rank, and as many batches on each."""
-    batches = shares(rows, batch_size=batch_size, share=Share.of(module))
+    batches = shares(rows, batch_size=batch_size, share=Share.of_trainer(module))
     return StatefulDataLoader(batches, batch_size=None, collate_fn=collate)
 
 

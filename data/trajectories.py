@@ -3,7 +3,7 @@
     python -m data.collect recipe=jacobi_forcing                       collects them ahead of training (collect.py)
 
 The decoder is dspec/decoding/jacobi.py with one block in flight and no recycling. A folder holds one safetensors file
-a batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
+per batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
 stopped; a trajectory depends on the prompt, its id, the seed and the settings in settings.json alone (and, in float32,
 on the batch's shape, so that a batch is run whole). A changed prompt is decoded anew, new ones are added, all others
 stay. Samples are views of the memory-mapped files: what is not in a batch takes no memory.
@@ -59,12 +59,12 @@ def trace(
     )
     n = decoder.plan.block_size
     samples = []
-    for (_, ids), own, generation in zip(prompts, states, generations, strict=True):
+    for (_, ids), observed, generation in zip(prompts, states, generations, strict=True):
         blocks = []
         for begin in range(0, len(generation.tokens), n):
             clean = generation.tokens[begin : begin + n]
-            blocks.append([*(s[: len(clean)] for s in own.get(begin // n, [])), clean])
-        samples.append(Trajectory.of(ids, generation.tokens, blocks, block_size=n))
+            blocks.append([*(s[: len(clean)] for s in observed.get(begin // n, [])), clean])
+        samples.append(Trajectory.from_lists(ids, generation.tokens, blocks, block_size=n))
     return samples
 
 

@@ -34,7 +34,7 @@ from dspec.seeding import calibration_seed
 
 
 class CalibrateSTS:
-    """Fits one temperature a slot; all numbers come from the config."""
+    """Fits one temperature per slot; all numbers come from the config."""
 
     def __init__(
         self,

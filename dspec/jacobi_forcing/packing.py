@@ -33,7 +33,7 @@ class Trajectory:
     count_J: Tensor  # states of each block
 
     @classmethod
-    def of(
+    def from_lists(
         cls,
         prompt: Sequence[int],
         response: Sequence[int],
@@ -41,7 +41,7 @@ class Trajectory:
         *,
         block_size: int,
     ) -> "Trajectory":
-        """From lists; `blocks` are [blocks][states][tokens]."""
+        """`blocks` are [blocks][states][tokens]."""
         padded = [[*state, *[0] * (block_size - len(state))] for states in blocks for state in states]
         flat = (prompt, response, padded, [len(states) for states in blocks])
         return cls(*(torch.tensor(values, dtype=torch.int32) for values in flat))
@@ -82,7 +82,7 @@ class TrajectoryBatch(Batch):
 
     block_BL: Tensor  # number of the block in its response, -1 in prompts
     noisy_BL: Tensor  # bool: the noisy copies
-    clean_index_BL: Tensor  # place of the clean copy of a noisy token (else its own)
+    clean_index_BL: Tensor  # place of the clean copy of a noisy token (else this place)
     previous_index_BL: Tensor  # place before it in the clean text, -1 at its start
     last_BL: Tensor  # bool: both copies of a response's last token
     states_NKn: Tensor

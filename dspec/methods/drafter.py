@@ -76,7 +76,7 @@ class DrafterMethod(Method):
         """
         super().__init__()
         if num_anchors < 1:
-            raise UserError(f"method.num_anchors={num_anchors} blocks a row must be at least 1")
+            raise UserError(f"method.num_anchors={num_anchors} blocks per row must be at least 1")
         if loss_decay <= 0:
             raise UserError(f"method.loss_decay={loss_decay} slots must be above 0 (large: all slots count alike)")
         self.target, self.draft = target, draft

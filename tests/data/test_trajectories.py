@@ -99,8 +99,8 @@ def lists(sample: Trajectory) -> tuple[list[int], list[int], list[list[list[int]
 
 def test_shard_round_trip(tmp_path: Path) -> None:
     samples = [
-        Trajectory.of([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
-        Trajectory.of([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
+        Trajectory.from_lists([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
+        Trajectory.from_lists([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
     ]
     write_shard(tmp_path / "a.safetensors", ["x", "y"], samples)
     back = read_shard(tmp_path / "a.safetensors", block_size=3)
@@ -312,7 +312,7 @@ def test_adapters_do_not_change_the_key(tmp_path: Path) -> None:
     base = embedded_target(dtype="float32", device="cpu")
     data = module(base, tmp_path)
     before = data.folder
-    LoRA(rank=2, alpha=4, modules="all-linear", share=1.0).prepare(base)
+    LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0).prepare(base)
     assert data.folder == before
 
 
@@ -323,13 +323,13 @@ def test_statistics_by_hand() -> None:
         [1, 2, 3, 9],
         [1, 2, 3, 4],
     ]  # the last pass verifies [1, 2, 3, 4]'s last token
-    stats = statistics([Trajectory.of([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
+    stats = statistics([Trajectory.from_lists([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
     assert stats["passes_per_token"] == 1.0  # three passes, three tokens behind the prefill's
     assert stats["noise_ratio"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert stats["ngram"] == pytest.approx(1 / 3)  # the 4 in the second state
     assert stats["stability"] == 0  # which the third one lost
     kept = [[1, 9, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
-    stats = statistics([Trajectory.of([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
+    stats = statistics([Trajectory.from_lists([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
     assert (stats["ngram"], stats["stability"]) == (2, 1)
     assert "passes per token: 0.667" in describe(stats)
 

@@ -18,7 +18,7 @@ def sample(rng: random.Random, *, n: int, longest: int) -> Trajectory:
         drafts = [[rng.randrange(99) for _ in clean] for _ in range(rng.randint(0, 4))]
         blocks.append([*drafts, clean])
     prompt = [rng.randrange(99) for _ in range(rng.randint(1, 6))]
-    return Trajectory.of(prompt, response, blocks, block_size=n)
+    return Trajectory.from_lists(prompt, response, blocks, block_size=n)
 
 
 def first_fit(samples: Sequence[Trajectory], row_length: int) -> list[list[Trajectory]]:

@@ -30,7 +30,9 @@ def sample(rng: random.Random, *, n: int = 3, vocab: int = 11) -> Trajectory:
         clean = response[begin : begin + n]
         states = [[*clean[:k], *(rng.randrange(vocab) for _ in clean[k:])] for k in range(len(clean))]
         blocks.append([*states, clean])
-    return Trajectory.of([rng.randrange(vocab) for _ in range(rng.randint(1, 5))], response, blocks, block_size=n)
+    return Trajectory.from_lists(
+        [rng.randrange(vocab) for _ in range(rng.randint(1, 5))], response, blocks, block_size=n
+    )
 
 
 def samples(seed: int, count: int = 5) -> list[Trajectory]:
@@ -47,7 +49,7 @@ def method(of: Any, **changes: Any) -> JacobiForcing:
     settings: dict[str, Any] = {
         "schedule": noise.RandomSchedule(window=3), "distance": noise.divergent_suffix, "window": None,
         "teacher": StopGradientTeacher(),
-        "tuning": FullFineTuning(share=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
+        "tuning": FullFineTuning(interpolation=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
         "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
     }  # fmt: skip
     return JacobiForcing(target=of, **(settings | changes))
@@ -64,8 +66,8 @@ def hidden(of: Any, batch: TrajectoryBatch, ids: Tensor, window: int | None) -> 
 
 
 def test_layout() -> None:
-    one = Trajectory.of([7, 8], [1, 2, 3, 4, 5], [[[9, 9, 9], [1, 2, 3]], [[4, 0], [4, 5]]], block_size=3)
-    two = Trajectory.of([6], [1, 2], [[[1, 2]]], block_size=3)
+    one = Trajectory.from_lists([7, 8], [1, 2, 3, 4, 5], [[[9, 9, 9], [1, 2, 3]], [[4, 0], [4, 5]]], block_size=3)
+    two = Trajectory.from_lists([6], [1, 2], [[[1, 2]]], block_size=3)
     batch = trajectory_batch([[one, two], [two]])
     assert batch.ids_BL[0].tolist() == [7, 8, 1, 2, 3, 1, 2, 3, 4, 5, 4, 5, 6, 1, 2, 1, 2]
     assert batch.positions_BL[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 5, 6, 0, 1, 2, 1, 2]
@@ -310,7 +312,7 @@ def trained_a_little(own: JacobiForcing) -> None:
 def test_lora_trains_adapters_alone_and_merges_exactly(toys: SimpleNamespace) -> None:
     target = toys.target(seed=7)
     frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)
+    tuning = LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0)
     own = method(target, tuning=tuning)
     trained = {name for name, p in own.named_parameters() if p.requires_grad}
     assert trained
@@ -330,7 +332,7 @@ def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
     changes = []
     for share in (1.0, 0.25):
         target = toys.target(seed=7)
-        tuning = LoRA(rank=2, alpha=4, modules="all-linear", share=share)
+        tuning = LoRA(rank=2, alpha=4, modules="all-linear", interpolation=share)
         before = target.model.model.layers[0].mlp.up_proj.weight.detach().clone()
         torch.manual_seed(0)  # the adapters' start
         trained_a_little(method(target, tuning=tuning))
@@ -344,7 +346,7 @@ def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
 def test_a_share_of_the_change_is_kept(toys: SimpleNamespace, share: float) -> None:
     target = toys.target(seed=7, tie=True)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = FullFineTuning(share=share)
+    tuning = FullFineTuning(interpolation=share)
     trained_a_little(method(target, tuning=tuning))
     after = {name: p.detach().clone() for name, p in target.named_parameters()}
     assert all(not torch.equal(before[name], p) for name, p in after.items())
@@ -367,10 +369,10 @@ def test_refusals(toys: SimpleNamespace) -> None:
         with pytest.raises(UserError, match=message):
             method(target, **changes)
     for share in (0.0, 1.5):
-        with pytest.raises(UserError, match="share"):
-            FullFineTuning(share=share)
-        with pytest.raises(UserError, match="share"):
-            LoRA(rank=1, alpha=1, modules="all-linear", share=share)
+        with pytest.raises(UserError, match="interpolation"):
+            FullFineTuning(interpolation=share)
+        with pytest.raises(UserError, match="interpolation"):
+            LoRA(rank=1, alpha=1, modules="all-linear", interpolation=share)
     plain = Batch(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="recipe=jacobi_forcing"):
         method(target).loss(plain, generators=generators())  # type: ignore[arg-type]

@@ -67,12 +67,12 @@ def test_documents_do_not_see_each_other_whatever_their_positions(toys: SimpleNa
     torch.testing.assert_close(losses[0], losses[1])
 
 
-def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
+def _forcing(toys: SimpleNamespace, *, interpolation: float = 1.0) -> JacobiForcing:
     return JacobiForcing(
         target=toys.target(), schedule=AnyState(), distance=divergent_suffix, window=None,
         teacher=StopGradientTeacher(),
-        tuning=FullFineTuning(share=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0,
-        ar_on_prompt=False,
+        tuning=FullFineTuning(interpolation=interpolation), normalisation=per_token,
+        consistency_weight=1.0, ar_weight=1.0, ar_on_prompt=False,
         temperature=1.0, decay=None, chunk_mb=7e-4,
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
 def test_consistency_matches_where_nothing_is_noisy(toys: SimpleNamespace) -> None:
     """At the fixed point both copies say the same; a first draft of wrong tokens agrees at some places only."""
     blocks = [[[9, 9, 9], [1, 2, 3]], [[8, 0, 7], [4, 5, 6]], [[9, 9], [1, 7]]]
-    own = [Trajectory.of([7, first], [1, 2, 3, 4, 5, 6, 1, 7], blocks, block_size=3) for first in range(6)]
+    own = [Trajectory.from_lists([7, first], [1, 2, 3, 4, 5, 6, 1, 7], blocks, block_size=3) for first in range(6)]
     method, batch = _forcing(toys), trajectory_batch([own])
     results = [method.loss_at(batch, states).metrics for states in (batch.count_N - 1, torch.zeros_like(batch.count_N))]
     (clean, count), (noisy, _) = (metrics["match"] for metrics in results)
@@ -91,7 +91,7 @@ def test_consistency_matches_where_nothing_is_noisy(toys: SimpleNamespace) -> No
 
 def test_what_is_exported_is_the_merged_target(toys: SimpleNamespace, tmp_path: Path) -> None:
     """A share of the change, in the file and in the target that is evaluated next."""
-    method = _forcing(toys, share=0.25)
+    method = _forcing(toys, interpolation=0.25)
     target = method.target
     target.tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     before = target.lm_head.weight.detach().clone()
