@@ -71,7 +71,7 @@ class Gsm8kPrompts:
 
 
 class JsonlPrompts:
-    """Prompts of one's own: a .jsonl (or .jsonl.gz) file whose rows have "prompt" and, if you like, "id" and "response".
+    """Prompts of one's own: a .jsonl (or .jsonl.gz) file whose rows have "prompt" and, if wished, "id" and "response".
 
     A row without an id is named by its text, so that what stands around it may change.
     """

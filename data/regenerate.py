@@ -3,8 +3,8 @@
     python -m data.regenerate recipe=dspark target=smollm2_135m data=gsm8k
 
 The file is append-only JSON Lines: a first row with the settings, then one row per response. A response belongs to an
-id and its prompt tokens: a changed prompt is answered anew, new prompts are added, all others keep their answers, and two
-data sets of one name share a file in peace. After kill -9 a torn last batch is dropped and what is missing is
+id and its prompt tokens: a changed prompt is answered anew, new prompts are added, all others keep their answers, and
+two data sets of one name share a file in peace. After kill -9 a torn last batch is dropped and what is missing is
 generated; responses depend on the prompt, its id and the seed alone (and, in float32, on the batch's shape, so that a
 batch is run whole): an interrupted file equals an unbroken one.
 """

@@ -40,13 +40,10 @@ class Batch:
 
 
 class Method(nn.Module, ABC):
-    """What is trained are its parameters with requires_grad, in float32 at least; checkpoints hold those alone."""
+    """What is trained are its parameters with requires_grad; checkpoints hold those alone. The trainer casts them to
+    float32 beforehand (training/models.py)."""
 
     shown: ClassVar[tuple[str, ...]] = ()  # logged names that stand on the progress bar, beside the loss
-
-    def begin(self) -> None:
-        """Called once when training begins; data have been written by the model as it was until then."""
-        float32_masters(self)
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
@@ -66,10 +63,3 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:
         """Writes the trained component under the run folder and returns where."""
-
-
-def float32_masters(module: nn.Module) -> None:
-    """Trained weights in float32 at least: in bfloat16 most steps of 1e-5 are smaller than a weight's last bit."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize < 4:
-            parameter.data = parameter.data.float()

@@ -43,9 +43,6 @@ class LitModule(L.LightningModule):
         # DDP would send them from rank 0 in every step; they are the same on all ranks (a teacher's copies of weights)
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
-    def setup(self, stage: str) -> None:
-        self.method.begin()
-
     def _loss(self, batch: Batch, number: int, *, row_seed: Callable[[int, int, int], int]) -> LossOutput:
         """The method's loss of batch `number`, each row with a generator of its own."""
         ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/module.py)

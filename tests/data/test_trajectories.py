@@ -245,6 +245,25 @@ def test_every_option_changes_the_batches(target: LanguageModel, tmp_path_factor
     assert base != changed
 
 
+def test_held_out_trajectories_are_not_trained_on(target: LanguageModel, tmp_path_factory: Any) -> None:
+    """Each usable one is in one of the two sets; of each loader's batches the prompts say whose they are."""
+    data = module(target, tmp_path_factory.getbasetemp() / "trajectories", validation=3, batch_size=1, max_length=10**6)
+    data.setup("fit")
+    trained, held_out = (
+        sorted(
+            tuple(ids[(document == number) & (block < 0)].tolist())
+            for batch in loader
+            for ids, document, block in zip(batch.ids_BL, batch.document_BL, batch.block_BL, strict=True)
+            for number in range(int(document.max()) + 1)
+        )
+        for loader in (data.train_dataloader(), data.val_dataloader())
+    )
+    prompts = [tuple(t.prompt_P.tolist()) for t in data.samples()]
+    assert held_out == sorted(prompts[:3])
+    assert set(trained) <= set(prompts[3:])
+    assert len(trained) >= 3  # the last batch may be left out
+
+
 def test_ranks_share_the_rows(target: LanguageModel, tmp_path_factory: Any) -> None:
     cache = tmp_path_factory.getbasetemp() / "trajectories"
 
@@ -288,6 +307,9 @@ def test_long_samples_are_cut_at_whole_blocks(target: LanguageModel, tmp_path: P
     assert lists(data._within(sample)) == lists(sample)
     cut = module(target, tmp_path, max_length=P + 15)._within(sample)
     assert lists(cut) == (sample.prompt_P.tolist(), sample.response_R[:12].tolist(), sample.blocks[:2])
+    whole = P + len(sample.response_R)
+    assert lists(module(target, tmp_path, max_length=whole)._within(sample)) == lists(sample)
+    assert len(module(target, tmp_path, max_length=whole - 1)._within(sample).response_R) < len(sample.response_R)
     for length in (P + 5, P, P - 1):
         assert lists(module(target, tmp_path, max_length=length)._within(sample))[1:] == ([], [])
 

@@ -71,6 +71,14 @@ def test_the_nearest_real_state_is_taken_the_first_on_ties() -> None:
         assert chosen.tolist() == [int(uniform * n) for n in count.tolist()]
 
 
+def test_a_ratio_can_be_had_without_states() -> None:
+    """Other families corrupt by ratio and have no trajectory to choose from."""
+    index, uniform = torch.arange(5), torch.tensor([0.0, 0.24, 0.25, 0.6, 0.99])
+    assert noise.Progressive(window=4).ratio(index, uniform).tolist() == [0, 0.25, 0.5, 0.75, 0]
+    assert noise.Reverse(window=4).ratio(index, uniform).tolist() == [0.75, 0.5, 0.25, 0, 0.75]
+    assert noise.RandomSchedule(window=4).ratio(index, uniform).tolist() == [0, 0, 0.25, 0.5, 0.75]
+
+
 @pytest.mark.parametrize("schedule", [noise.Progressive, noise.Reverse, noise.RandomSchedule])
 def test_refusals(schedule: type) -> None:
     with pytest.raises(UserError, match="at least 1 block"):

@@ -49,8 +49,9 @@ def method(of: Any, **changes: Any) -> JacobiForcing:
     settings: dict[str, Any] = {
         "schedule": noise.RandomSchedule(window=3), "distance": noise.divergent_suffix, "window": None,
         "teacher": StopGradientTeacher(),
-        "tuning": FullFineTuning(interpolation=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
-        "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
+        "tuning": FullFineTuning(interpolation=1.0), "normalisation": per_token,
+        "consistency_weight": 1.0, "ar_weight": 1.0, "ar_on_prompt": False,
+        "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
     }  # fmt: skip
     return JacobiForcing(target=of, **(settings | changes))
 

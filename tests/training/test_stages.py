@@ -18,7 +18,7 @@ from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft
 from dspec.models.language_model import embedded_target
-from dspec.training.lightning_parts import FinalCheckpoint
+from dspec.training.checkpoints import FinalCheckpoint
 
 
 class StopHereError(Exception):

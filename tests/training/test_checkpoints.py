@@ -10,14 +10,9 @@ import torch
 
 from dspec.errors import UserError
 from dspec.methods.dflash import DFlash
-from dspec.training.lightning_parts import (
-    CHECKPOINT,
-    AtomicCheckpointIO,
-    check_same_config,
-    portable,
-    resume_checkpoint,
-)
+from dspec.training.checkpoints import CHECKPOINT, AtomicCheckpointIO, resume_checkpoint
 from dspec.training.lit_module import LitModule, logged_values
+from dspec.training.resuming import check_same_config, portable
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
@@ -76,6 +71,21 @@ def test_a_setting_that_contains_the_folders_name_is_compared_all_the_same(tmp_p
         check_same_config(run, config(0, 500, run) | {"logger": f"{run}0"})
     moved = run.rename(tmp_path / "2")
     check_same_config(moved, config(0, 500, moved))  # a folder may be moved
+
+
+def test_only_what_lies_in_the_run_folder_moves_with_it(tmp_path: Path) -> None:
+    run = tmp_path / "1"
+    inside, beside = {"a": f"{run}/x", "b": [f"{run}"], "c": 1}, {"a": f"{run}0", "b": [f"{run}0/x", f"x{run}"], "c": 1}
+    assert portable(inside, run) == {"a": "<run>/x", "b": ["<run>"], "c": 1}
+    assert portable(beside, run) == beside
+
+
+def test_ddp_does_not_send_a_teachers_weights() -> None:
+    """They are the same on all ranks; sent from rank 0 they would cost a model's size in each step."""
+    method = torch.nn.Linear(2, 2)
+    method.register_buffer("teacher", torch.ones(3), persistent=False)
+    lit = LitModule(method=method, optimizer=torch.optim.SGD, warmup=0.0, cycles=1, seed=0)  # type: ignore[arg-type]
+    assert lit._ddp_params_and_buffers_to_ignore == ["method.teacher"]
 
 
 def test_checkpoints_hold_what_training_changes() -> None:
