@@ -6,7 +6,7 @@ The decoder is dspec/decoding/jacobi.py with one block in flight and no recyclin
 per batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
 stopped; a trajectory depends on the prompt, its id, the seed and the settings in settings.json alone (and, in float32,
 on the batch's shape, so that a batch is run whole). A changed prompt is decoded anew, new ones are added, all others
-stay. Samples are views of the memory-mapped files: what is not in a batch takes no memory.
+stay. Trajectories are views of the memory-mapped files: what is not in a batch takes no memory.
 """
 
 import hashlib
@@ -58,25 +58,25 @@ def trace(
         observe=observe,
     )
     n = decoder.plan.block_size
-    samples = []
+    trajectories = []
     for (_, ids), observed, generation in zip(prompts, states, generations, strict=True):
         blocks = []
         for begin in range(0, len(generation.tokens), n):
             clean = generation.tokens[begin : begin + n]
             blocks.append([*(s[: len(clean)] for s in observed.get(begin // n, [])), clean])
-        samples.append(Trajectory.from_lists(ids, generation.tokens, blocks, block_size=n))
-    return samples
+        trajectories.append(Trajectory.from_lists(ids, generation.tokens, blocks, block_size=n))
+    return trajectories
 
 
-def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Trajectory]) -> None:
+def write_shard(path: Path, ids: Sequence[str], trajectories: Sequence[Trajectory]) -> None:
     """One safetensors file: flat integers and the lengths that cut them."""
     tensors = {
-        "prompt": torch.cat([s.prompt_P for s in samples]),
-        "prompt_length": torch.tensor([len(s.prompt_P) for s in samples], dtype=torch.int32),
-        "response": torch.cat([s.response_R for s in samples]),
-        "response_length": torch.tensor([len(s.response_R) for s in samples], dtype=torch.int32),
-        "states": torch.cat([s.states_Sn for s in samples]),
-        "states_per_block": torch.cat([s.count_J for s in samples]),
+        "prompt": torch.cat([s.prompt_P for s in trajectories]),
+        "prompt_length": torch.tensor([len(s.prompt_P) for s in trajectories], dtype=torch.int32),
+        "response": torch.cat([s.response_R for s in trajectories]),
+        "response_length": torch.tensor([len(s.response_R) for s in trajectories], dtype=torch.int32),
+        "states": torch.cat([s.states_Sn for s in trajectories]),
+        "states_per_block": torch.cat([s.count_J for s in trajectories]),
     }
     with atomic_file(path) as scratch:
         try:
@@ -86,17 +86,17 @@ def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Trajectory]) -
 
 
 def read_shard(path: Path, *, block_size: int) -> dict[Key, Trajectory]:
-    """Views of the file's samples. Raises UserError for a damaged file or one of another block size."""
+    """Views of the file's trajectories. Raises UserError for a damaged file or one of another block size."""
     try:
         with safe_open(path, framework="pt") as file:
             names = json.loads(file.metadata()["ids"])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if (stored := tensors["states"].shape[1]) != block_size:
             raise UserError(f"{path} holds blocks of {stored} tokens, not data.block_size={block_size}: collect anew")
-        samples = _cut(tensors, block_size)
+        trajectories = _cut(tensors, block_size)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it and run again") from error
-    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, samples, strict=True)}
+    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, trajectories, strict=True)}
 
 
 def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Trajectory]:
@@ -126,6 +126,8 @@ def collect(
     done: dict[Key, Trajectory] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second run of the same settings waits, then finds all there
+        for left in folder.glob(".*.tmp"):  # of a killed writer: we alone write here now
+            left.unlink()
         _check_settings(folder / "settings.json", settings)
         for path in sorted(folder.glob("*.safetensors")):
             done |= read_shard(path, block_size=n)
@@ -191,7 +193,7 @@ class Trajectories(Conversations):
     def folder(self) -> Path:
         return self.cache_dir / "trajectories" / f"{self.source.name}-{settings_key(self.settings())}"
 
-    def samples(self) -> list[Trajectory]:
+    def trajectories(self) -> list[Trajectory]:
         """Trajectories of the training prompts, collected where missing."""
         wanted = dict(self.regeneration or {})
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
@@ -208,12 +210,12 @@ class Trajectories(Conversations):
         )
 
     def prepare_data(self) -> None:
-        self.samples()
+        self.trajectories()
 
     def setup(self, stage: str) -> None:
         if self._packed:
             return
-        fitting = [self._within(s) for s in self.samples()]
+        fitting = [self._within(s) for s in self.trajectories()]
         usable = [s for s in fitting if len(s.response_R) > 1]
         if len(usable) <= self.validation:
             raise UserError(
@@ -225,20 +227,22 @@ class Trajectories(Conversations):
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
-        for sample in itertools.chain.from_iterable([*self._held_out, *self._packed]):
-            for part in (sample.prompt_P, sample.response_R, sample.states_Sn, sample.count_J):
+        for trajectory in itertools.chain.from_iterable([*self._held_out, *self._packed]):
+            for part in (trajectory.prompt_P, trajectory.response_R, trajectory.states_Sn, trajectory.count_J):
                 digest.update(part.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def _within(self, sample: Trajectory) -> Trajectory:
+    def _within(self, trajectory: Trajectory) -> Trajectory:
         """The blocks that fit `max_length`."""
-        room = self.max_length - len(sample.prompt_P)
-        return sample if len(sample.response_R) <= room else sample.beginning(max(0, room) // self.block_size)
+        room = self.max_length - len(trajectory.prompt_P)
+        return (
+            trajectory if len(trajectory.response_R) <= room else trajectory.beginning(max(0, room) // self.block_size)
+        )
 
     def train_dataloader(self) -> StatefulDataLoader:
         return shuffled(
             self._packed,
-            lengths=[sum(sample.packed_length for sample in row) for row in self._packed],
+            lengths=[sum(trajectory.packed_length for trajectory in row) for row in self._packed],
             batch_size=self.batch_size,
             window=self.sort_window,
             collate=trajectory_batch,

@@ -89,7 +89,7 @@ def test_gsm8k_without_data(failing: Failing, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_ranks_of_torchrun_ask_rank_0_anew_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's store outlives its ranks: a restarted one that is first must wait, not read what was agreed before."""
+    """The agent's store outlives its ranks: a restarted one that is first must wait, not read the old answer."""
     held: dict[str, bytes] = {}
 
     class Store:

@@ -153,6 +153,14 @@ def test_collected_once_and_gaps_filled(toys: SimpleNamespace, tmp_path: Path, m
         gather(toys, tmp_path / "a")
 
 
+def test_what_a_killed_writer_left_is_cleared(toys: SimpleNamespace, tmp_path: Path) -> None:
+    gather(toys, tmp_path / "a")
+    before = sorted(p.name for p in (tmp_path / "a").iterdir())
+    (tmp_path / "a" / f".{before[0]}.4711.tmp").write_bytes(b"half")
+    gather(toys, tmp_path / "a")
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == before
+
+
 def test_added_and_changed_prompts_alone_are_decoded(
     toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +266,7 @@ def test_held_out_trajectories_are_not_trained_on(target: LanguageModel, tmp_pat
         )
         for loader in (data.train_dataloader(), data.val_dataloader())
     )
-    prompts = [tuple(t.prompt_P.tolist()) for t in data.samples()]
+    prompts = [tuple(t.prompt_P.tolist()) for t in data.trajectories()]
     assert held_out == sorted(prompts[:3])
     assert set(trained) <= set(prompts[3:])
     assert len(trained) >= 3  # the last batch may be left out
@@ -302,7 +310,7 @@ def test_the_cache_is_keyed_by_what_matters(target: LanguageModel, tmp_path: Pat
 
 def test_long_samples_are_cut_at_whole_blocks(target: LanguageModel, tmp_path: Path) -> None:
     data = module(target, tmp_path)
-    sample = data.samples()[0]
+    sample = data.trajectories()[0]
     P = len(sample.prompt_P)
     assert lists(data._within(sample)) == lists(sample)
     cut = module(target, tmp_path, max_length=P + 15)._within(sample)
@@ -321,12 +329,12 @@ def test_bad_input_gets_one_line(target: LanguageModel, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match="0 of 8 responses are longer than one token"):
         module(target, tmp_path, regeneration=empty).setup("fit")
     with pytest.raises(UserError, match="block_size >= 2"):
-        module(target, tmp_path, block_size=1).samples()
+        module(target, tmp_path, block_size=1).trajectories()
     bare = embedded_target(dtype="float32", device="cpu")
     bare.tokenizer.eos_token = None
     monkeypatch.setattr(bare.model.generation_config, "eos_token_id", None)
     with pytest.raises(UserError, match="no end-of-text token"):
-        module(bare, tmp_path).samples()
+        module(bare, tmp_path).trajectories()
 
 
 def test_adapters_do_not_change_the_key(tmp_path: Path) -> None:
@@ -358,7 +366,7 @@ def test_statistics_by_hand() -> None:
 
 def test_statistics_of_the_embedded_base(target: LanguageModel, tmp_path: Path) -> None:
     data = module(target, tmp_path)
-    stats = statistics(data.samples(), bins=8)
+    stats = statistics(data.trajectories(), bins=8)
     assert 0.5 < stats["passes_per_token"] <= 1
     assert sum(stats["noise_ratio"]) == pytest.approx(1)
     assert 0 <= stats["stability"] < 1
