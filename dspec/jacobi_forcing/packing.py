@@ -7,7 +7,7 @@ Legend: B = rows, L = places in a row, N = blocks of the batch, K = states (padd
 of one trajectory P = prompt tokens, R = response tokens, J = blocks, S = states of all its blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -171,10 +171,9 @@ def trajectory_batch(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
         previous_idx  -  0 |  -  -  - |  1  5  6 |   -   - |   7  10
         last               |          |          |       x |       x
     """
-    parts = [[_places(trajectory, number) for number, trajectory in enumerate(row)] for row in rows]
-    joined = [{name: torch.cat([part[name] for part in row]) for name in _PADDING} for row in parts]
+    parts = [_places(row) for row in rows]
     at = {
-        name: pad_sequence([row[name] for row in joined], batch_first=True, padding_value=value)
+        name: pad_sequence([part[name] for part in parts], batch_first=True, padding_value=value)
         for name, value in _PADDING.items()
     }
     place_L = torch.arange(at["ids"].shape[1])
@@ -197,19 +196,23 @@ class _Segment:
     """Neighbouring places of a row: a prompt, or one copy of a block."""
 
     tokens: Tensor
+    document: int
     position: int  # of its first token in the text
     block: int  # -1: the prompt
     noisy: bool
+    ends: bool  # with the response's last token
 
 
-def _segments(trajectory: Trajectory) -> list[_Segment]:
-    """In the order of the row."""
-    position = len(trajectory.prompt_P)
-    segments = [_Segment(trajectory.prompt_P, 0, -1, noisy=False)]
-    for number, tokens in enumerate(trajectory.response_R.split(trajectory.block_size)):
-        segments += [_Segment(tokens, position, number, noisy=noisy) for noisy in (True, False)]
-        position += len(tokens)
-    return segments
+def _segments(row: Sequence[Trajectory]) -> Iterator[_Segment]:
+    """In the row's order."""
+    for document, trajectory in enumerate(row):
+        position = len(trajectory.prompt_P)
+        yield _Segment(trajectory.prompt_P, document, 0, -1, noisy=False, ends=False)
+        blocks = trajectory.response_R.split(trajectory.block_size)
+        for number, tokens in enumerate(blocks):
+            for noisy in (True, False):
+                yield _Segment(tokens, document, position, number, noisy=noisy, ends=number == len(blocks) - 1)
+            position += len(tokens)
 
 
 # what a row's places hold: `to_clean` and `to_previous` are distances in places (0: none), behind and before
@@ -219,30 +222,28 @@ _PADDING = {
 }  # fmt: skip
 
 
-def _places(trajectory: Trajectory, document: int) -> dict[str, Tensor]:
-    """A trajectory's places, one value each [P + 2R] by the names of _PADDING."""
-    # 1. segment and place within it
-    segments = _segments(trajectory)
+def _places(row: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """A row's places, one value each [L] by the names of _PADDING."""
+    # 1. the segments one behind another: which one a place is in, and where in it
+    segments = list(_segments(row))
     length_S = torch.tensor([len(s.tokens) for s in segments])
-    segment = torch.arange(len(segments)).repeat_interleave(length_S)
-    within = torch.arange(len(segment)) - (length_S.cumsum(0) - length_S)[segment]
+    segment_L = torch.arange(len(segments)).repeat_interleave(length_S)
+    within, length = torch.arange(len(segment_L)) - (length_S.cumsum(0) - length_S)[segment_L], length_S[segment_L]
     # 2. what a whole segment shares
-    length = length_S[segment]
-    begin, block, noisy = (
-        torch.tensor(values)[segment]
-        for values in zip(*((s.position, s.block, s.noisy) for s in segments), strict=True)
-    )
+    shared = torch.tensor([(s.document, s.position, s.block, s.noisy, s.ends) for s in segments])
+    document, position, block, noisy, ends = shared[segment_L].unbind(1)
+    noisy = noisy.bool()
     clean = ~noisy & (block >= 0)
     # 3. links: a clean copy lies right behind the noisy one, so the clean text goes on before that
     to_previous = torch.where(within > 0, 1, torch.where(clean, length + 1, 0)).masked_fill(noisy, 0)
     return {
         "ids": torch.cat([s.tokens for s in segments]).long(),
-        "position": begin + within,
-        "document": torch.full_like(block, document),
+        "position": position + within,
+        "document": document,
         "block": block,
         "noisy": noisy,
         "clean": clean,
-        "last": (block == len(trajectory.count_J) - 1) & (within == length - 1),
+        "last": ends.bool() & (within == length - 1),
         "to_clean": torch.where(noisy, length, 0),
         "to_previous": to_previous,
     }
