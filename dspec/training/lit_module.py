@@ -45,7 +45,7 @@ class LitModule(L.LightningModule):
 
     def _loss(self, batch: Batch, number: int, *, row_seed: Callable[[int, int, int], int]) -> LossOutput:
         """The method's loss of batch `number`, each row with a generator of its own."""
-        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/module.py)
+        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/loaders.py)
         rows = (r * ranks + self.global_rank for r in range(len(batch.ids_BL)))
         seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])

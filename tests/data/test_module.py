@@ -11,17 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
-from data.module import (
-    Conversations,
-    PackedCorpus,
-    Share,
-    Shuffle,
-    document_batch,
-    pack_documents,
-    pad,
-    shares,
-    shuffled,
-)
+from data.loaders import Share, Shuffle, shares, shuffled
+from data.module import Conversations, PackedCorpus, document_batch, pack_documents, pad
 from data.prompts import EmbeddedPrompts, JsonlPrompts
 from dspec.errors import UserError
 from dspec.method import Batch

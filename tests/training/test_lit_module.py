@@ -178,7 +178,7 @@ def test_ranks_draw_different_numbers() -> None:
 
 
 def test_ranks_draw_what_one_rank_draws_for_their_rows() -> None:
-    """Row r of a rank is row r * ranks + rank of the batch of all together (data/module.py shares rows out so)."""
+    """Row r of a rank is row r * ranks + rank of the batch of all together (data/loaders.py shares rows out so)."""
     alone = on_rank()
     for batch in range(3):
         alone.training_step(rows(torch.ones(6, dtype=torch.float64)), batch)
