@@ -198,7 +198,7 @@ def test_decodes_every_prompt_once_as_configured(calibrated: Callable[..., Simpl
 
 @pytest.mark.parametrize(("noise", "top_p", "opens"), [(0.0, 0.01, False), (0.02, 1.0, True)])
 def test_true_decoding(toys: SimpleNamespace, noise: float, top_p: float, opens: bool) -> None:
-    """A head that is sure of every token: right where both laws are one and the same token, else wrong."""
+    """A head that is sure of every token: right where both distributions are one and the same token, else wrong."""
     sampling = Sampling(temperature=1.0, top_p=top_p)
     target, of = toys.markov_pair(noise=noise, block=SLOTS)
     draft = toys.draft(target, block=SLOTS, head="vanilla", rank=24, confidence=True)

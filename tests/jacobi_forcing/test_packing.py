@@ -50,7 +50,7 @@ def block_by_block(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
     B, L = len(rows), max(sum(sample.packed_length for sample in row) for row in rows)
     ids, positions = torch.zeros(B, L, dtype=torch.long), torch.zeros(B, L, dtype=torch.long)
     document, block, previous = (torch.full((B, L), -1) for _ in range(3))
-    twin = torch.arange(L).repeat(B, 1)
+    clean_index = torch.arange(L).repeat(B, 1)
     noisy, loss, last = (torch.zeros(B, L, dtype=torch.bool) for _ in range(3))
     blocks: list[tuple[list[list[int]], int, int, int]] = []  # states, number, row, place
     for b, row in enumerate(rows):
@@ -72,7 +72,7 @@ def block_by_block(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
                     noisy[b, own] = copy == "noisy"
                     loss[b, own] = copy == "clean"
                 clean = at + n
-                twin[b, at:clean] = torch.arange(clean, clean + n)
+                clean_index[b, at:clean] = torch.arange(clean, clean + n)
                 previous[b, clean : clean + n] = torch.tensor([before, *range(clean, clean + n - 1)])
                 at, position, before = clean + n, position + n, clean + n - 1
             last[b, at - 1] = last[b, at - 1 - len(sample.blocks[-1][-1])] = True
@@ -89,7 +89,7 @@ def block_by_block(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
         positions,
         block_BL=block,
         noisy_BL=noisy,
-        clean_index_BL=twin,
+        clean_index_BL=clean_index,
         previous_index_BL=previous,
         last_BL=last,
         states_NKn=states_NKn,

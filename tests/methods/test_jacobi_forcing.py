@@ -1,4 +1,4 @@
-"""Jacobi Forcing: packing, the shift of labels and twins, the loss against plain forward passes, and each option."""
+"""Jacobi Forcing: packing, the shift of labels and clean copies, the loss against plain passes, and each option."""
 
 import math
 import random
@@ -149,11 +149,11 @@ def naive(
     """Sums over samples of KL and CE, sample by sample and token by token, from plain causal passes."""
     kl, kl_mean, ce, ce_prompt = (torch.zeros((), dtype=torch.float64) for _ in range(4))
 
-    def laws(text: list[int]) -> Tensor:
+    def logits_of(text: list[int]) -> Tensor:
         return of.logits(of(torch.tensor([text])).hidden_BLD[0])
 
     for member, states in zip(own, chosen, strict=True):
-        clean = laws([*member.prompt_P.tolist(), *member.response_R.tolist()])
+        clean = logits_of([*member.prompt_P.tolist(), *member.response_R.tolist()])
         P, T = len(member.prompt_P.tolist()), len(member.response_R.tolist())
         for t, token in enumerate([*member.prompt_P.tolist(), *member.response_R.tolist()]):
             if t:
@@ -166,7 +166,7 @@ def naive(
             text = list(member.prompt_P.tolist())
             for b in range(j):
                 text += member.blocks[b][states[b] if b >= begin else -1]
-            noisy = laws([*text, *member.blocks[j][k]])
+            noisy = logits_of([*text, *member.blocks[j][k]])
             wrong = [a != b for a, b in zip(member.blocks[j][k], member.blocks[j][-1], strict=True)]
             for slot in range(len(member.blocks[j][k])):
                 behind = max(0, slot - wrong.index(True)) if any(wrong) else 0
@@ -239,13 +239,13 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     base = toys.target(seed=4, tie=True)
     ids = batch.with_states(chosen)
     noisy = batch.noisy_BL & ~batch.last_BL
-    twin = batch.clean_index_BL[noisy]
+    clean_index = batch.clean_index_BL[noisy]
     row = noisy.nonzero()[:, 0]
 
     def expected(teacher: Any) -> float:
         student = frozen.target.logits(hidden(frozen.target, batch, ids, None)[noisy]).log_softmax(-1)
-        law = teacher.logits(hidden(teacher, batch, ids, None)[row, twin]).log_softmax(-1)
-        return float((law.exp() * (law - student)).sum())
+        log_probs = teacher.logits(hidden(teacher, batch, ids, None)[row, clean_index]).log_softmax(-1)
+        return float((log_probs.exp() * (log_probs - student)).sum())
 
     assert float(frozen.loss_at(batch, chosen).loss_sum) == pytest.approx(expected(base), abs=1e-9)
     with torch.no_grad():  # the mean: three quarters of the start, one of the present
