@@ -312,7 +312,7 @@ def test_adapters_do_not_change_the_key(tmp_path: Path) -> None:
     base = embedded_target(dtype="float32", device="cpu")
     data = module(base, tmp_path)
     before = data.folder
-    LoRA(rank=2, alpha=4, modules="all-linear", share=1.0).prepare(base)
+    LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0).prepare(base)
     assert data.folder == before
 
 
