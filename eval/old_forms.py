@@ -150,7 +150,7 @@ def step(dtype: torch.dtype, *, vocab: int, anchors: int, length: int, width: in
     valid = torch.ones_like(at, dtype=torch.bool)
 
     def form(cls: type[DSpark]) -> Form:
-        method = cls(target=target, draft=draft, num_anchors=anchors, chunk_mb=CHUNK_MB, **weights)
+        method = cls(target=target, draft=draft, num_anchors=anchors, chunk_mb=CHUNK_MB, feature_cache_mb=0, **weights)
         trained = list(draft.trainable().values())
         return lambda: torch.autograd.grad(method.loss_at(batch, output, at, valid).loss_sum, trained)
 

@@ -52,6 +52,7 @@ def test_dspark_training_step(folder: Path) -> None:
         tv_weight=meta["l1_alpha"],
         confidence_weight=meta["conf_alpha"],
         chunk_mb=1e-3,
+        feature_cache_mb=0,
     )
     batch = Batch(golden["input_ids"], golden["loss_mask"].bool())
     own = target(batch.ids_BL, taps=draft.config.target_layer_ids)

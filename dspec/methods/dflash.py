@@ -4,9 +4,9 @@ Source: "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab, arXiv 2
 anchors, blocks that do not see each other, exponentially decaying cross-entropy w_k = exp(-k / gamma). Both slot
 layouts (models/draft.py); what is computed is methods/drafter.py.
 
-Departures: target features are computed online, never stored; gamma is a parameter, as in DeepSpec@afdfa7c (4.0
-whatever the block), not tied to the block size; each loss is divided by the sum of its weights over all ranks; total
-variation may be weighed in (tv_weight), which DFlash does not do.
+Departures: target features are computed online, kept in memory at most (feature_cache_mb); gamma is a parameter, as in
+DeepSpec@afdfa7c (4.0 whatever the block), not tied to the block size; each loss is divided by the sum of its weights
+over all ranks; total variation may be weighed in (tv_weight), which DFlash does not do.
 """
 
 from dspec.errors import UserError
@@ -28,6 +28,7 @@ class DFlash(DrafterMethod):
         ce_weight: float,
         tv_weight: float,
         chunk_mb: float,
+        feature_cache_mb: float,
     ) -> None:
         """Raises UserError for a drafter with a Markov or confidence head."""
         if draft.markov_head is not None or draft.confidence_head is not None:
@@ -44,4 +45,5 @@ class DFlash(DrafterMethod):
             tv_weight=tv_weight,
             confidence_weight=0.0,
             chunk_mb=chunk_mb,
+            feature_cache_mb=feature_cache_mb,
         )

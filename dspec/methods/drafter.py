@@ -21,6 +21,7 @@ from dspec.method import Batch, LossOutput, Method, Metrics
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel, ModelOutput
+from dspec.models.output_cache import OutputCache
 from dspec.precision import widest
 
 
@@ -69,8 +70,10 @@ class DrafterMethod(Method):
         tv_weight: float,
         confidence_weight: float,
         chunk_mb: float,
+        feature_cache_mb: float,
     ) -> None:
-        """`num_anchors` blocks per row; `loss_decay` is gamma in slots; `chunk_mb` MiB of logits exist at a time.
+        """`num_anchors` blocks per row; `loss_decay` is gamma in slots; `chunk_mb` MiB of logits exist at a time. The
+        target's outputs are kept for later epochs in at most `feature_cache_mb` MiB (0: computed in each step).
 
         Raises UserError for numbers out of range.
         """
@@ -83,12 +86,20 @@ class DrafterMethod(Method):
         self.num_anchors, self.loss_decay, self.chunk_mb = num_anchors, loss_decay, check_chunk(chunk_mb)
         draft.metadata.num_anchors = num_anchors
         self.ce_weight, self.tv_weight, self.confidence_weight = ce_weight, tv_weight, confidence_weight
+        taps = draft.config.target_layer_ids
+        self._cache = OutputCache(target, taps=taps, max_mb=feature_cache_mb) if feature_cache_mb else None
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        with torch.no_grad():
-            output = self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
         anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generators=generators)
-        return self.loss_at(batch, output, anchor_BN, valid_BN)
+        return self.loss_at(batch, self._outputs(batch), anchor_BN, valid_BN)
+
+    @torch.no_grad()
+    def _outputs(self, batch: Batch) -> ModelOutput:
+        """Of the target; with a cache only up to each row's last supervised position, behind which nothing is read."""
+        if self._cache is None:
+            return self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
+        place = torch.arange(1, batch.loss_BL.shape[1] + 1, device=batch.loss_BL.device)
+        return self._cache(batch.ids_BL, (batch.loss_BL * place).amax(1).clamp(min=1).tolist())
 
     def loss_at(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
         """The loss for given anchors; `output` holds the target's features and final hidden states."""

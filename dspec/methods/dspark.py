@@ -31,6 +31,7 @@ class DSpark(DrafterMethod):
         tv_weight: float,
         confidence_weight: float,
         chunk_mb: float,
+        feature_cache_mb: float,
     ) -> None:
         """Raises UserError where a confidence is weighed that no head gives."""
         if draft.confidence_head is None and confidence_weight:
@@ -44,4 +45,5 @@ class DSpark(DrafterMethod):
             tv_weight=tv_weight,
             confidence_weight=confidence_weight,
             chunk_mb=chunk_mb,
+            feature_cache_mb=feature_cache_mb,
         )

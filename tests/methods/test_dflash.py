@@ -21,8 +21,11 @@ from dspec.methods.dflash import DFlash
 from dspec.methods.drafter import sample_anchors
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
+from dspec.models.output_cache import OutputCache
 
-SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4}
+SETTINGS = {
+    "num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4, "feature_cache_mb": 0,
+}  # fmt: skip
 
 
 def _seeded(seed: int = 0) -> list[torch.Generator]:
@@ -421,6 +424,40 @@ def test_loss_survives_a_decoder_that_tapped_other_layers(toys: SimpleNamespace)
     before = method.loss(_batch(), generators=_seeded())
     toys.ar(method.target, [[1, 2]], 3)
     assert torch.equal(method.loss(_batch(), generators=_seeded()).loss_sum, before.loss_sum)
+
+
+def test_kept_features_give_the_same_loss(toys: SimpleNamespace) -> None:
+    """In value and gradient, first and later epochs; the target runs once per row, and for what the budget leaves."""
+    plain, kept = (_method(toys, cls=DSpark, head="vanilla", confidence=True, feature_cache_mb=mb) for mb in (0, 1))
+    calls: list[int] = []
+    kept.target.register_forward_hook(lambda _, args, out: calls.append(args[0].shape[1]))
+    for _ in range(3):
+        one, two = (m.loss(_batch(), generators=_seeded()) for m in (plain, kept))
+        torch.testing.assert_close(two.loss_sum, one.loss_sum, rtol=0, atol=1e-10)
+        for (name, p), q in zip(plain.draft.trainable().items(), kept.draft.trainable().values(), strict=True):
+            got, expected = (torch.autograd.grad(o.loss_sum, x, retain_graph=True)[0] for o, x in ((two, q), (one, p)))
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-9, msg=name)
+    assert len(calls) == len(_batch().ids_BL)  # the first epoch's
+    few = _method(toys, cls=DSpark, head="vanilla", confidence=True, feature_cache_mb=1e-5)  # no row fits
+    few.target.register_forward_hook(lambda _, args, out: calls.append(0))
+    few.loss(_batch(), generators=_seeded())
+    few.loss(_batch(), generators=_seeded())
+    assert calls.count(0) == 2 * len(_batch().ids_BL)
+    with pytest.raises(UserError, match="feature_cache_mb=-1"):
+        _method(toys, feature_cache_mb=-1)
+
+
+def test_what_is_kept_depends_on_the_row_alone(toys: SimpleNamespace) -> None:
+    """Bit by bit, whatever it is batched with or padded to: a resumed run begins with nothing kept."""
+    target = toys.target(dtype=torch.float32)
+    ids = torch.randint(10, (3, 12), generator=torch.Generator().manual_seed(0))
+    whole = OutputCache(target, taps=(0, 2), max_mb=1)(ids, [12, 7, 9])
+    for b, n in ((2, 9), (1, 7)):
+        alone = OutputCache(target, taps=(0, 2), max_mb=0)(ids[b : b + 1, : n + 1], [n])
+        assert torch.equal(alone.features_BLF[0, :n], whole.features_BLF[b, :n])
+        assert torch.equal(alone.hidden_BLD[0, :n], whole.hidden_BLD[b, :n])
+        assert alone.hidden_BLD.shape[1] == n + 1
+        assert not whole.features_BLF[b, n:].any()
 
 
 @pytest.mark.parametrize("cls", [DFlash, DSpark])

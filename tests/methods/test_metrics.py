@@ -15,7 +15,9 @@ from dspec.methods.ar_base import ARBase
 from dspec.methods.dflash import DFlash
 from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, per_token
 
-SETTINGS = {"num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4}
+SETTINGS = {
+    "num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4, "feature_cache_mb": 0,
+}  # fmt: skip
 
 
 def test_match_counts_greedy_agreement_slot_by_slot(toys: SimpleNamespace) -> None:

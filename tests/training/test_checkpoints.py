@@ -116,6 +116,7 @@ def test_a_step_without_the_targets_distribution_shows_accuracy(toys: SimpleName
     """DFlash without TV: no acceptance and no tau in training, both in validation."""
     target = toys.target()
     settings = {"num_anchors": 1, "loss_decay": 4.0, "ce_weight": 1.0, "tv_weight": 0.0, "chunk_mb": 1.0}
+    settings["feature_cache_mb"] = 0
     method = DFlash(target=target, draft=toys.draft(target), **settings)
     ones, halves = torch.ones(2), torch.full((2,), 0.5)
     step = logged_values({"loss": (ones[0], ones[0]), "ce": (ones[0], ones[0]), "accuracy": (halves, ones)}, method)
