@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from dspec.errors import UserError
 from eval.pareto import draw, pooled
+from eval.reports.plots import plot_pareto
 from eval.results import SCHEMA, load
 
 COUNTS = {"prefill_tokens": 10, "nfe_prefill": 10, "positions_computed": 0, "branch_forwards": 0, "speedup": 1.0}
@@ -60,6 +62,17 @@ def test_one_temperature_with_verdicts(tmp_path: Path) -> None:
 def test_the_picture_is_written(tmp_path: Path) -> None:
     draw(both(tmp_path), temperature=0.0, path=tmp_path / "p.png")
     assert imread(tmp_path / "p.png").std() > 0.02
+
+
+def test_every_decoder_has_a_marker_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.write_bytes(b"")))
+    points = {"AR": (1.0, 0.6), **{f"d{i}": (2.0 + i, 0.5) for i in range(9)}}
+    plot_pareto(points, reference=(0.6, 0.5, 0.7), title="t", path=tmp_path / "p.png")
+    line, *drawn = figures[0].axes[0].get_lines()
+    assert list(line.get_ydata()) == [0.6, 0.6]
+    assert {str(p.get_label()): (p.get_xdata()[0], p.get_ydata()[0]) for p in drawn} == points
+    assert len({(p.get_color(), p.get_marker(), p.get_markerfacecolor()) for p in drawn}) == len(points)
 
 
 def test_runs_that_cannot_stand_in_one_picture(tmp_path: Path) -> None:

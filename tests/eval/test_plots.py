@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from dspec.calibration.sts import Traces, calibration_report
 from dspec.errors import UserError
-from eval.plots import plot_acceptance, plot_loss, plot_pareto, plot_reliability, plot_roofline
+from eval.plots import plot_acceptance, plot_loss, plot_reliability, plot_roofline
 
 
 def report(slots: int) -> dict[str, Any]:
@@ -36,12 +36,6 @@ PLOTS: dict[str, Callable[[Path], None]] = {
         notes={"best": (2.0, 2e9)},
         bandwidth=5e9,
         flops=5e10,
-        path=path,
-    ),
-    "pareto": lambda path: plot_pareto(
-        {"AR": (1.0, 0.6), **{f"d{i}": (2.0 + i, 0.5) for i in range(9)}},
-        reference=(0.6, 0.5, 0.7),
-        title="t",
         path=path,
     ),
     "reliability_1": lambda path: plot_reliability(report(1), path),
@@ -130,15 +124,6 @@ def test_acceptance_covers_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert data(axes.get_lines()[0], "x") == [1, 2, 3]
     assert axes.get_ylim()[0] < 0.7
     assert axes.get_ylim()[1] >= 1.0
-
-
-def test_every_decoder_has_a_marker_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = drawn(monkeypatch, PLOTS["pareto"], tmp_path / "p.png").axes[0]
-    line, *points = axes.get_lines()
-    assert data(line, "y") == [0.6, 0.6]
-    assert [(point.get_label(), *data(point, "x"), *data(point, "y")) for point in points][1] == ("d0", 2.0, 0.5)
-    looks = {(p.get_color(), p.get_marker(), p.get_markerfacecolor()) for p in points}
-    assert len(looks) == len(points) == 10
 
 
 def test_errors_name_the_series(tmp_path: Path) -> None:
