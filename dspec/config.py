@@ -16,7 +16,6 @@ from typing import Any
 import hydra
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException
@@ -24,7 +23,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dspec.atomic import atomic_file
 from dspec.errors import UserError
+from dspec.old_names import check_arguments, check_config, gone_group
+from dspec.recipes import pages, store_recipes, store_variants, variants
 
 # Leaves (by name, or path) that hold whole numbers, and their least value; None: any.
 _WHOLE: dict[str, int | None] = {
@@ -41,19 +43,17 @@ _NUMBERS = ("generate_floor", "top_p", "temperature", "lr", "warmup")  # shares 
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+VARIANTS = CONF / "decoder_variants.yaml"
 _STARTED = "DSPEC_STARTED"
+_KEYLESS = {"recipe", "page", "real", "hardware", "hydra"}  # groups that are merged under other keys
 
 
 def register() -> None:
-    """Makes each file under recipes/ a choice of the group `recipe` (recipe=dspark, recipe=sweeps/<name>), merged at
-    the root of the config."""
+    """Makes recipes/ and conf/decoder_variants.yaml known to Hydra, and the resolvers that conf/ uses."""
     if not CONF.is_dir():
         raise UserError(f"no config folder at {CONF}: install dspec from a clone with pip install -e .")
-    store = ConfigStore.instance()
-    recipes = ROOT / "recipes"
-    for path in sorted(recipes.rglob("*.yaml")):
-        group = "/".join(("recipe", *path.relative_to(recipes).parts[:-1]))
-        store.store(group=group, name=path.stem, node=yaml.safe_load(path.read_text("utf-8")), package="_global_")
+    store_recipes(ROOT / "recipes")
+    store_variants(VARIANTS, CONF / "decoder")
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("limit_or", _limit_or, replace=True)
     OmegaConf.register_new_resolver("choices", _choices, replace=True)
@@ -61,9 +61,15 @@ def register() -> None:
 
 def _choices(*groups: str) -> str:
     """For --help: the choices of these groups, a line each."""
-    names = ((group, sorted(path.stem for path in (CONF / group).glob("*.yaml"))) for group in groups)
-    lines = (f"{group:<15} {', '.join(found)}" for group, found in names)
+    lines = (f"{group:<15} {', '.join(_choices_of(group))}" for group in groups)
     return "\n".join(textwrap.fill(line, 100, subsequent_indent=" " * 16) for line in lines)
+
+
+def _choices_of(group: str) -> list[str]:
+    if group == "recipe":
+        return [path.stem for path in pages(ROOT / "recipes") if path.parent.name == "recipes"]
+    found = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return [*found, *variants(VARIANTS)] if group == "decoder" else found
 
 
 def _run_dir(resume: str | None, recipe: str | None) -> str:
@@ -114,7 +120,7 @@ def _keys(base: str) -> set[str]:
             continue
         for entry in value:
             if isinstance(entry, dict):
-                found.add(next(iter(entry)).removeprefix("override ").split("/")[0])
+                found.add(next(iter(entry)).split()[-1].split("/")[0])
             elif entry != "_self_":
                 found |= _keys(entry)
     return found
@@ -122,8 +128,8 @@ def _keys(base: str) -> set[str]:
 
 def check_keys(cfg: DictConfig, *, base: str) -> None:
     """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
-    known = _keys(base) - {"recipe", "hydra"}
-    if unknown := sorted(set(map(str, cfg)) - known - {"recipe", "hydra"}):
+    known = _keys(base) - _KEYLESS
+    if unknown := sorted(set(map(str, cfg)) - known - {"hydra"}):
         raise UserError(
             f"unknown key {', '.join(unknown)}{_nearest(unknown[0], known)}; the config has: {', '.join(sorted(known))}"
         )
@@ -141,6 +147,8 @@ def check_values(cfg: DictConfig) -> None:
             _check_whole(path, name, value)
         elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{path}={value} must be a number")
+        elif name == "top_p" and not 0 < value <= 1:
+            raise UserError(f"{path}={value} must be above 0 and at most 1")
         elif name == "temperatures":
             _check_temperatures(path, value)
 
@@ -180,14 +188,32 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 def composed(base: str, overrides: Sequence[str]) -> DictConfig:
     """conf/<base>.yaml with `overrides`, for a program whose command line is not Hydra's."""
     register()
+    check_arguments(overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             cfg = compose(base, overrides=list(overrides))
         except ConfigCompositionException as error:
             raise _mistyped(error, overrides, config=base) or error from error
+    _check(cfg, base=base)
+    return cfg
+
+
+def _check(cfg: DictConfig, *, base: str) -> None:
+    """Raises UserError for a key or a value that cannot be right."""
+    check_config(dict(_leaves(OmegaConf.to_container(cfg, resolve=False))))
     check_keys(cfg, base=base)
     check_values(cfg)
-    return cfg
+    _check_decoders(OmegaConf.to_container(cfg, resolve=False))
+
+
+def _check_decoders(config: Any) -> None:
+    """Raises UserError for a decoder whose settings are those of another one that is not there."""
+    decoders = config.get("decoder") or {}
+    for path, value in _leaves(decoders):
+        follows = re.fullmatch(r"\$\{decoder\.(\w+)\.\w+\}", str(value))
+        if follows and follows[1] not in decoders:
+            name = path.partition(".")[0]
+            raise UserError(f"{name} has the settings of {follows[1]}: say decoder=[...,{name},{follows[1]}]")
 
 
 def instantiate(node: Any, **kwargs: Any) -> Any:
@@ -204,6 +230,13 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
         if isinstance(inner, TypeError | ValueError | ImportError):
             raise UserError(f"{node.get('_target_', 'config')}: {inner}") from error
         raise
+
+
+def instantiate_decoders(cfg: DictConfig) -> dict[str, Any]:
+    """What `cfg.decoder` names. Decoders of the base (`cfg.target`) share one copy of it, loaded when the first of them
+    is built."""
+    base = functools.cache(lambda: instantiate(cfg.target))
+    return {str(name): instantiate(node, base=base) for name, node in cfg.decoder.items()}
 
 
 def _one_line(error: BaseException) -> str:
@@ -231,11 +264,18 @@ def _key(override: str) -> str:
 def _resumed(args: Sequence[str], *, config: str) -> list[str]:
     """The arguments, before them those that the run to resume was started with: `resume=<folder>` alone is enough.
 
-    Raises UserError for a folder that is not there (Hydra would make it) or that another program's run wrote.
+    .hydra of a folder that has one keeps the command that it has: `remember_command` writes the new one once the run
+    is accepted. Raises UserError for a folder to resume that is not there (Hydra would make it) or that another
+    program's run wrote, and for a run folder that cannot be made.
     """
     folders = [arg.removeprefix("resume=") for arg in args if arg.startswith("resume=")]
     if not folders or folders[-1] in ("", "null"):
-        return list(args)
+        named = [Path(arg.removeprefix("hydra.run.dir=")) for arg in args if arg.startswith("hydra.run.dir=")]
+        if named:
+            _check_folder(named[-1])
+        known = named and (named[-1] / ".hydra" / "overrides.yaml").is_file()
+        said = any(arg.startswith("hydra.output_subdir=") for arg in args)  # as Lightning does for a rank
+        return [*args, *(["hydra.output_subdir=null"] if known and not said else [])]
     folder = Path(folders[-1])
     if not folder.is_dir():
         raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
@@ -246,8 +286,28 @@ def _resumed(args: Sequence[str], *, config: str) -> list[str]:
         raise UserError(f"{folder} is a run of conf/{own}.yaml: it cannot be resumed under conf/{config}.yaml")
     stored = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text("utf-8")) or []
     given = {_key(arg) for arg in args}
-    # .hydra keeps the first command: one that is refused must not take its place
     return [*(old for old in stored if _key(old) not in given), *args, "hydra.output_subdir=null"]
+
+
+def _check_folder(path: Path) -> None:
+    """Raises UserError where a file stands in the way of a folder."""
+    nearest = next(folder for folder in (path, *path.parents, Path()) if folder.exists())
+    if not nearest.is_dir():
+        raise UserError(f"hydra.run.dir={path} cannot be a folder: {nearest} is a file; name another one")
+
+
+def remember_command(cfg: DictConfig) -> None:
+    """Leaves the command of a run that was accepted in its folder's .hydra, where Hydra has not done so itself, because
+    an earlier command had left its own there: `resume=<folder>` alone then goes on with this one."""
+    run, folder = HydraConfig.get(), Path(HydraConfig.get().runtime.output_dir) / ".hydra"
+    if run.output_subdir is not None or not folder.is_dir():
+        return
+    command = [override for override in run.overrides.task if _key(override) != "resume"]
+    hydra_cfg = OmegaConf.create({"hydra": run})
+    parts = {"overrides": OmegaConf.create(command), "config": cfg, "hydra": hydra_cfg}
+    for name, part in parts.items():
+        with atomic_file(folder / f"{name}.yaml") as scratch:
+            OmegaConf.save(part, scratch)
 
 
 def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config: str) -> UserError | None:
@@ -255,6 +315,8 @@ def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config:
     found = re.search(r"Could not override '([^']+)'", str(error))
     if found is None:
         return None
+    if gone := gone_group(found[1]):
+        return UserError(gone)
     path, _, name = found[1].rpartition(".")
     rest = [a for a in args if not a.startswith("-") and _key(a) != found[1]]
     try:
@@ -283,8 +345,7 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
         def guarded(cfg: DictConfig) -> None:
             # a sweep goes on with its other jobs: Hydra keeps the error till then
             with nullcontext() if HydraConfig.get().mode == RunMode.MULTIRUN else one_line_errors():
-                check_keys(cfg, base=config)
-                check_values(cfg)
+                _check(cfg, base=config)
                 task(cfg)
 
         @functools.wraps(task)
@@ -296,6 +357,7 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
             with one_line_errors():
                 register()
                 args = _resumed(sys.argv[1:], config=config)
+                check_arguments(args)
                 sys.argv = [sys.argv[0], *args]
                 try:
                     hydra.main(version_base="1.3", config_path=str(CONF), config_name=config)(guarded)()

@@ -82,7 +82,7 @@ def cases(*, small: bool) -> Mapping[str, tuple[Build, tuple[str, ...], bool]]:
     }
 
 
-def measure(pair: Pair, *, repeats: int) -> dict[str, float]:
+def time_forms(pair: Pair, *, repeats: int) -> dict[str, float]:
     """Median milliseconds of each form; the forms alternate, a first call of each warms up."""
     times: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(repeats + 1):
@@ -119,7 +119,7 @@ def _peak(name: str, dtype: str, form: str, args: argparse.Namespace) -> float:
 def row(name: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
     """One case in one type: milliseconds and MiB of both forms, and ours over plain."""
     build, _, about_memory = cases(small=args.small)[name]
-    found = measure(build(getattr(torch, dtype)), repeats=args.repeats)
+    found = time_forms(build(getattr(torch, dtype)), repeats=args.repeats)
     line: dict[str, Any] = {"case": name, "dtype": dtype, "milliseconds": found, "time": found["ours"] / found["plain"]}
     line |= {"mib": None, "memory": None}
     if about_memory and _STATUS.is_file():

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dspec.errors import UserError
+from dspec.old_names import renamed
 
 
 def draft_folder(checkpoint: Path) -> Path | None:
@@ -40,7 +41,7 @@ def run_config(checkpoint: Path | None) -> dict[str, Any]:
             except ValueError as error:
                 raise UserError(f"{path} is not JSON ({error}): restore it, or take another checkpoint") from error
             if isinstance(config, dict) and "method" in config and "target" in config:
-                return config
+                return dict(renamed(config))
     return {}
 
 
@@ -48,7 +49,7 @@ def checkpoint_of(cfg: DictConfig) -> Path | None:
     return Path(cfg.checkpoint).expanduser() if cfg.checkpoint is not None else None
 
 
-def check_subject(cfg: DictConfig) -> None:
+def check_model(cfg: DictConfig) -> None:
     """Raises UserError unless `target` and `checkpoint` say together what is decoded."""
     checkpoint = checkpoint_of(cfg)
     named = "_target_" in (cfg.get("target") or {})
@@ -74,7 +75,7 @@ def check_subject(cfg: DictConfig) -> None:
 
 
 def check_arguments(cfg: DictConfig) -> None:
-    """What can be seen wrong with conf/eval.yaml's keys before any model is loaded. Raises UserError."""
+    """What can be seen wrong with conf/eval.yaml's keys before torch is imported. Raises UserError."""
     if "benchmark" not in cfg:
         raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
-    check_subject(cfg)
+    check_model(cfg)

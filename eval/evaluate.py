@@ -2,17 +2,17 @@
 
 Timing leaves out the warm-up and the verdicts, and waits for CUDA; which decoder goes first changes from batch to
 batch. Whether our AR loop keeps up with transformers' own, to which speedups refer, is eval/gate.py; what the samples
-amount to is eval/rows.py.
+amount to is eval/rows.py, the form of results.json eval/results.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from data.chat import PromptPolicy, prompt_ids
+from dspec.atomic import write_json
 from dspec.decoding.base import Decoder, Generation, decode, requests
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
@@ -22,29 +22,18 @@ from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
+from eval.decoders import DecoderSpec
 from eval.gate import against_generate, timed
 from eval.progress import Meter
-from eval.results import AR, AR_OF_BASE
-from eval.rows import Row, row
+from eval.reports.table import line
+from eval.results import AR, AR_OF_BASE, Row, assemble, kept_ar_check
+from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
-from eval.table import line
 
 Prompts = list[tuple[Item, list[int]]]
 Check = dict[str, Any]
 T = TypeVar("T")
 Grown = Callable[[list[Row], Check], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderSpec:
-    """A line of the table: a method's label and `build(target=, draft=)` for its decoder.
-
-    `serial` is the contender that decodes the same weights one token a pass: mismatches and speedup refer to it.
-    """
-
-    method: str
-    build: Callable[..., Decoder]
-    serial: str = AR
 
 
 class Evaluation:
@@ -75,7 +64,7 @@ class Evaluation:
         self.batch_size, self.limit, self.warmup, self.seed = batch_size, limit, warmup, seed
         self.generate_prompts, self.generate_floor = generate_prompts, generate_floor
 
-    def check(
+    def encode_prompts(
         self,
         *,
         target: LanguageModel,
@@ -83,12 +72,12 @@ class Evaluation:
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
     ) -> dict[str, Prompts]:
-        """Items and prompt ids of each benchmark. Raises UserError without the AR baseline, for no benchmark, and names
-        a prompt that does not fit the context."""
+        """Items and their prompt ids, by benchmark. Raises UserError without plain AR or another serial decoder that
+        speedups refer to, for a benchmark without prompts, and for a prompt that does not fit the context."""
         if AR not in contenders:
             raise UserError(f"decoder must contain {AR}: speeds are measured against it")
-        if lacking := sorted({c.serial for c in contenders.values()} - contenders.keys()):
-            raise UserError(f"decoder must contain {', '.join(lacking)}, the serial decoder of others in it")
+        if lacking := sorted({c.baseline for c in contenders.values()} - contenders.keys()):
+            raise UserError(f"decoder must contain {', '.join(lacking)}, which others in it are measured against")
         encoded = {
             name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
             for name, benchmark in benchmarks.items()
@@ -112,28 +101,77 @@ class Evaluation:
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
         stop_ids: Sequence[int],
+        folder: Path,
+        run: Mapping[str, Any],
+        calibration: Mapping[str, Any] | None,
+        settings: Mapping[str, Any],
+        accepted: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """What results.json holds: the rows and, with `run`, where they come from.
+
+        samples.jsonl and results.json grow in `folder`, and what they hold already is gone on from if it was written
+        with the same settings, weights and data; `accepted` is called once that is known.
+        """
+        run = {**run, "benchmarks": {name: benchmark.source() for name, benchmark in benchmarks.items()}}
+
+        def results(rows: Sequence[Row], check: Check, *, complete: bool) -> dict[str, Any]:
+            return assemble(rows, run=run, ar_check=check, calibration=calibration, complete=complete)
+
+        rows, check = self.rows(
+            target=target,
+            draft=draft,
+            contenders=contenders,
+            benchmarks=benchmarks,
+            policy=policy,
+            stop_ids=stop_ids,
+            samples=folder / "samples.jsonl",
+            settings=settings,
+            kept_check=kept_ar_check(folder),
+            accepted=accepted,
+            grown=lambda rows, check: write_json(folder / "results.json", results(rows, check, complete=False)),
+        )
+        return results(rows, check, complete=True)
+
+    def rows(
+        self,
+        *,
+        target: LanguageModel,
+        draft: Draft | None,
+        contenders: Mapping[str, DecoderSpec],
+        benchmarks: Mapping[str, Benchmark],
+        policy: PromptPolicy,
+        stop_ids: Sequence[int],
         samples: Path,
         settings: Mapping[str, Any],
-        grown: Grown | None = None,
+        kept_check: Check | None = None,
+        accepted: Callable[[], None] = lambda: None,
+        grown: Grown = lambda rows, check: None,
     ) -> tuple[list[Row], Check]:
         """All rows, and the check of our AR loop against transformers' generate.
 
-        Goes on from what `samples` (a JSONL file) holds, if it was written with the same settings, weights and data.
-        `grown` is called with the rows so far whenever a benchmark is done at a temperature.
+        Goes on from what `samples` (a JSONL file) holds; then `kept_check`, of the session that timed them, stands.
+        Raises UserError, before `accepted` is called, where they were written with other settings, weights or data.
+        `grown` is called with the rows so far: none at first, then whenever a benchmark is done at a temperature.
         """
         with Meter("evaluation") as meter, torch.inference_mode():
             meter.phase("reading weights and prompts")
             weights = {"target": fingerprint(target.model), "draft": fingerprint(draft) if draft is not None else None}
-            encoded = self.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=policy)
+            encoded = self.encode_prompts(target=target, contenders=contenders, benchmarks=benchmarks, policy=policy)
             written = {**settings, "weights": weights, "data": {n: _data(b) for n, b in benchmarks.items()}}
             decoders = {key: c.build(target=target, draft=draft) for key, c in contenders.items()}
             with SampleLog(samples, written) as log:
                 for name, prompts in encoded.items():
                     log.check_prompts(name, [(item.id, ids) for item, ids in prompts])
-                check = self._gate(target, benchmarks, encoded, stop_ids, meter)
+                accepted()
+                rows: list[Row] = []
+                if log.samples and kept_check is not None:
+                    check = kept_check
+                else:
+                    check = self._gate(target, benchmarks, encoded, stop_ids, meter)
+                if not log.samples:
+                    grown(rows, check)
                 total = sum(map(len, encoded.values())) * len(self.samplings) * len(contenders)
                 meter.expect(total, done=len(log.samples))
-                rows: list[Row] = []
                 for name, benchmark in benchmarks.items():
                     for sampling in self.samplings:
                         fresh = self._run(
@@ -143,9 +181,8 @@ class Evaluation:
                         rows += done
                         if fresh:
                             for one in done:
-                                meter.say(line(one))
-                            if grown is not None:
-                                grown(rows, check)
+                                meter.say(line(one, trusted=bool(check["trusted"])))
+                            grown(rows, check)
         return rows, check
 
     def _gate(
@@ -196,7 +233,7 @@ class Evaluation:
             )
             return decode(decoder, asked)
 
-        before = log.of(name, temperature)
+        before = log.select(name, temperature)
         answered, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
         rest = [prompt for prompt in prompts if prompt[0].id not in answered]
         batches = [rest[i : i + self.batch_size] for i in range(0, len(rest), self.batch_size)]
@@ -243,27 +280,27 @@ class Evaluation:
         sampling: Sampling,
         log: SampleLog,
     ) -> list[Row]:
-        samples = log.of(name, sampling.temperature)
+        samples = log.select(name, sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
         return [
             {
-                "method": contenders[key].method,
+                "method": contenders[key].label,
                 "target": target.name,
                 "decoder": {"name": key, **decoders[key].settings(sampling)},
-                "serial": contenders[key].serial,
+                "serial": contenders[key].baseline,
                 "lossless": decoders[key].lossless,
                 "benchmark": name,
                 "batch_size": self.batch_size,
                 **row(
-                    own,
-                    by_decoder[contenders[key].serial],
+                    answered,
+                    by_decoder[contenders[key].baseline],
                     by_decoder[AR_OF_BASE if AR_OF_BASE in contenders else AR],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,
                     seed=self.seed,
                 ),
             }
-            for key, own in by_decoder.items()
+            for key, answered in by_decoder.items()
         ]
 
 

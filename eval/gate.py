@@ -5,7 +5,6 @@ ratio lies on one side of the floor.
 """
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import decode, requests
 from dspec.decoding.sampling import GREEDY
 from dspec.models.language_model import LanguageModel
+from eval.intervals import median_interval
 
 
 def timed(target: LanguageModel, work: Callable[[], Any]) -> tuple[Any, float]:
@@ -67,15 +67,6 @@ def against_generate(
         "floor": floor,
         "trusted": None if ratio is None else ratio >= floor,
     }
-
-
-def median_interval(values: Sequence[float]) -> list[float] | None:
-    """95 % interval of a median by order statistics, whatever the distribution; None for fewer than six values."""
-    n, below, k = len(values), 0.0, 0
-    while (below := below + math.comb(n, k) / 2**n) <= 0.025:
-        k += 1
-    ranked = sorted(values)
-    return [ranked[k - 1], ranked[n - k]] if k else None
 
 
 def _ratio(

@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
-from dspec.config import composed, instantiate
+from dspec.config import composed, instantiate_decoders
 from dspec.decoding import base as decoding
 from dspec.decoding.base import Generation
 from dspec.decoding.sampling import Sampling
@@ -45,12 +45,12 @@ class DspecLM(TemplateLM):
             raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
-        self.subject = load_model(cfg)
-        self._contender = next(iter(instantiate(cfg.decoder).values()))
-        self.target, self.tokenizer, self.seed = self.subject.target, self.subject.target.tokenizer, int(cfg.seed)
+        self.loaded = load_model(cfg)
+        self._contender = next(iter(instantiate_decoders(cfg).values()))
+        self.target, self.tokenizer, self.seed = self.loaded.target, self.loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
-        self._decoder = self._contender.build(target=self.target, draft=self.subject.draft)
+        self._decoder = self._contender.build(target=self.target, draft=self.loaded.draft)
 
     @property
     def eot_token_id(self) -> int:
@@ -77,7 +77,7 @@ class DspecLM(TemplateLM):
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        policy = self.subject.policy
+        policy = self.loaded.policy
         if policy.system is not None and chat_history[0]["role"] != "system":
             chat_history = [{"role": "system", "content": policy.system}, *chat_history]
         return str(
@@ -115,7 +115,7 @@ class DspecLM(TemplateLM):
         return answers
 
     def _seeds(self, requests: Sequence[Any]) -> list[int]:
-        """One a request: lm-eval asks for k samples of a prompt by the same request k times."""
+        """One per request: lm-eval asks for k samples of a prompt by the same request k times."""
         asked: Counter[str] = Counter()
         seeds = []
         for prompt in (request.args[0] for request in requests):
@@ -187,7 +187,7 @@ class DspecLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Counts of all generations so far, task by task, for lm-eval's results."""
-        decoder = {"method": self._contender.method, **self._decoder.settings(self._sampling({}))}
+        decoder = {"method": self._contender.label, **self._decoder.settings(self._sampling({}))}
         tasks = {
             task: {"n": len(done), **counts(done), "acceptance": acceptance(done)}
             for task, done in self._generations.items()

@@ -11,12 +11,12 @@ from dspec.config import instantiate
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel, load_language_model
-from eval.checkpoints import check_subject, checkpoint_of, draft_folder, has_target, run_config
+from eval.checkpoints import check_model, checkpoint_of, draft_folder, has_target, run_config
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What is evaluated: a target, its drafter if there is one, and how chat prompts are put to it."""
+    """What is evaluated; `label` is the drafter's, or the training method's, name in the table."""
 
     target: LanguageModel
     draft: Draft | None
@@ -30,7 +30,7 @@ def load_model(cfg: DictConfig) -> LoadedModel:
     What decoders refer to is filled into `cfg` from the checkpoint's run where the command line does not say it:
     `label`, `target` (where the run trained the target's weights: its base) and `data.block_size`.
     """
-    check_subject(cfg)
+    check_model(cfg)
     checkpoint = checkpoint_of(cfg)
     folder = draft_folder(checkpoint) if checkpoint is not None else None
     stored = run_config(checkpoint)

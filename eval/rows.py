@@ -1,86 +1,93 @@
 """From samples to rows of results.json: counts, ratios, paired speedups and their intervals. Pure functions.
 
 Counting follows design.md. Pooled sums over prompts are the headline; the mean over prompts stands beside it.
-Intervals are 95 %: Wilson's for shares, percentile bootstrap over prompts for tau, tpf and speedup.
+Intervals are 95 %: Wilson's for shares, percentile bootstrap over prompts for tau and tpf, over batches for speedup.
 """
 
-import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from dspec.decoding.base import Generation
+from eval.intervals import Statistic, bootstrap, wilson
+from eval.results import Row, pool
 from eval.samples import Sample
-
-Row = dict[str, Any]
-Statistic = Callable[[Sequence[int]], float | None]  # of the units (prompts or batches) with these indices
 
 
 def row(
     samples: Sequence[Sample],
-    baseline: Sequence[Sample],
+    serial: Sequence[Sample],
     base: Sequence[Sample],
     *,
     quality: str,
     greedy: bool,
     seed: int,
 ) -> Row:
-    """What one decoder did on one benchmark. `baseline` are samples of the same prompts, in order, by plain AR of the
-    same weights, `base` by plain AR of the base that all methods share."""
+    """What one decoder did on one benchmark. `serial` are samples of the same prompts, in order, by the decoder that
+    takes the same weights one token per pass, `base` those by plain AR of the base that all methods share."""
     generations = [s.generation for s in samples]
     verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
-    ratios = paired_speedups(samples, baseline)
-    differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, baseline, strict=True))
-    seconds = sum({(s.batch): s.seconds for s in samples}.values())
+    speedups = batch_speedups(samples, serial)
+    differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, serial, strict=True))
+    counted = counts(generations)
+    seconds = sum({s.batch: s.seconds for s in samples}.values())
     return {
-        "n": len(samples),
+        **counted,
         "quality": statistics.fmean(verdicts[quality]) if quality else None,
         "quality_name": quality or None,
         "verdicts": {name: statistics.fmean(values) for name, values in verdicts.items()},
-        **counts(generations),
-        "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
-        "speedup": statistics.median(ratios),
-        "speedup_vs_base_ar": statistics.median(paired_speedups(samples, base)),
-        "interval_95": intervals(generations, verdicts.get(quality, []), ratios, seed=seed),
+        "tokens_per_second": counted["tokens"] / seconds,
+        "speedup": median_over_prompts(speedups),
+        "speedup_vs_base_ar": median_over_prompts(batch_speedups(samples, base)),
+        "interval_95": intervals(generations, verdicts.get(quality, []), speedups, seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
     }
 
 
-def paired_speedups(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[float]:
-    """Tokens per second over the baseline's, batch by batch (a batch of one is a prompt)."""
-    own, base = _batch_speeds(samples), _batch_speeds(baseline)
-    return [own[number] / base[number] for number in own]
-
-
-def _batch_speeds(samples: Sequence[Sample]) -> dict[int, float]:
-    tokens: dict[int, int] = {}
-    for s in samples:
-        tokens[s.batch] = tokens.get(s.batch, 0) + len(s.generation.tokens)
-    return {s.batch: tokens[s.batch] / s.seconds for s in samples}
+def prompt_counts(generation: Generation) -> Row:
+    """One prompt's part in `pool`."""
+    return {
+        "n": 1,
+        "tokens": len(generation.tokens),
+        "prefill_tokens": generation.prefill_tokens,
+        "nfe": generation.nfe,
+        "nfe_prefill": generation.prefill_forwards,
+        "rounds": len(generation.rounds),
+        "positions_computed": generation.positions_computed,
+        "branch_forwards": generation.branch_forwards,
+    }
 
 
 def counts(generations: Sequence[Generation]) -> Row:
-    """Pooled counts and ratios, and the means over prompts beside them."""
-    tokens = sum(len(g.tokens) for g in generations)
-    beyond = tokens - sum(g.prefill_tokens for g in generations)
-    forwards = sum(g.forwards for g in generations)
-    nfe = sum(g.nfe for g in generations)
-    rounds = sum(len(g.rounds) for g in generations)
-    own = [(len(g.tokens) - g.prefill_tokens) / len(g.rounds) for g in generations if g.rounds]
-    return {
-        "tau": beyond / rounds if rounds else None,
-        "tau_prompt_mean": statistics.fmean(own) if own else None,
-        "tpf": beyond / forwards if forwards else None,
-        "tpf_with_prefill": tokens / nfe,
-        "nfe": nfe,
-        "nfe_prefill": nfe - forwards,
-        "positions_computed": sum(g.positions_computed for g in generations),
-        "branch_forwards": sum(g.branch_forwards for g in generations),
-        "tokens": tokens,
-    }
+    """Pooled counts and ratios, and tau's mean over prompts beside them."""
+    prompts = [prompt_counts(g) for g in generations]
+    taus = [tau for p in prompts if (tau := pool([p])["tau"]) is not None]
+    return pool(prompts) | {"tau_prompt_mean": statistics.fmean(taus) if taus else None}
+
+
+def batch_speedups(samples: Sequence[Sample], serial: Sequence[Sample]) -> list[tuple[float, int]]:
+    """Of each batch: its tokens per second over those of `serial`, and how many prompts it holds. Prompts of one batch
+    share its seconds."""
+    fast, slow = _by_batch(samples), _by_batch(serial)
+    return [
+        (_tokens_per_second(batch) / _tokens_per_second(slow[number]), len(batch)) for number, batch in fast.items()
+    ]
+
+
+def _by_batch(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    batches: dict[int, list[Sample]] = {}
+    for s in samples:
+        batches.setdefault(s.batch, []).append(s)
+    return batches
+
+
+def _tokens_per_second(batch: Sequence[Sample]) -> float:
+    return sum(len(s.generation.tokens) for s in batch) / batch[0].seconds
+
+
+def median_over_prompts(speedups: Sequence[tuple[float, int]]) -> float:
+    """Each batch counts as often as it has prompts, so that a last batch that is not full weighs less."""
+    return statistics.median(speedup for speedup, prompts in speedups for _ in range(prompts))
 
 
 def acceptance(generations: Sequence[Generation]) -> Row | None:
@@ -103,39 +110,23 @@ def acceptance(generations: Sequence[Generation]) -> Row | None:
 
 
 def intervals(
-    generations: Sequence[Generation], verdicts: Sequence[bool], ratios: Sequence[float], *, seed: int
+    generations: Sequence[Generation],
+    verdicts: Sequence[bool],
+    speedups: Sequence[tuple[float, int]],
+    *,
+    seed: int,
 ) -> Mapping[str, list[float] | None]:
-    """Of the headline numbers: Wilson's for quality, else bootstrap over prompts (speedup: over batches)."""
-    beyond = [len(g.tokens) - g.prefill_tokens for g in generations]
+    """Of the headline numbers. None where there is nothing to resample: no rounds, no passes after the prefill."""
+    decoded = [len(g.tokens) - g.prefill_tokens for g in generations]
     forwards, rounds = [g.forwards for g in generations], [len(g.rounds) for g in generations]
 
-    def pooled(below: Sequence[int]) -> Statistic:
-        return lambda at: sum(beyond[i] for i in at) / total if (total := sum(below[i] for i in at)) else None
+    def decoded_per(below: Sequence[int]) -> Statistic:
+        return lambda at: sum(decoded[i] for i in at) / total if (total := sum(below[i] for i in at)) else None
 
     n = len(generations)
     return {
         "quality": wilson(sum(verdicts), len(verdicts)),
-        "tau": bootstrap(pooled(rounds), n if any(rounds) else 0, seed=seed),
-        "tpf": bootstrap(pooled(forwards), n if any(forwards) else 0, seed=seed),
-        "speedup": bootstrap(lambda at: statistics.median(ratios[i] for i in at), len(ratios), seed=seed),
+        "tau": bootstrap(decoded_per(rounds), n if any(rounds) else 0, seed=seed),
+        "tpf": bootstrap(decoded_per(forwards), n if any(forwards) else 0, seed=seed),
+        "speedup": bootstrap(lambda at: median_over_prompts([speedups[i] for i in at]), len(speedups), seed=seed),
     }
-
-
-def wilson(right: int, n: int) -> list[float] | None:
-    """Wilson's 95 % score interval of a share; None for no trials. It has a width at 0 and at n of n, too."""
-    if not n:
-        return None
-    share, z = right / n, statistics.NormalDist().inv_cdf(0.975)
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    return [max(0.0, centre - half), min(1.0, centre + half)]
-
-
-def bootstrap(statistic: Statistic, units: int, *, seed: int, resamples: int = 1000) -> list[float] | None:
-    """2.5 % and 97.5 % quantiles of `statistic` over resampled unit indices; None for no units."""
-    if not units:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(units, (resamples, units), generator=generator).tolist()
-    values = torch.tensor([v for at in draws if (v := statistic(at)) is not None], dtype=torch.float64)
-    return torch.quantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist() if len(values) else None

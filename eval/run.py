@@ -5,7 +5,7 @@
 
 Leaves results.json (in the form of the main job), table.md, table.csv, samples.jsonl and plots in its run folder; plain
 AR always runs beside the other decoders. `resume=<folder>` goes on after a kill, `limit=` may then grow. Torch and
-transformers are imported by the task alone: a mistake on the command line is answered at once.
+transformers are imported once arguments and benchmarks have been looked at: a mistake in them is answered at once.
 """
 
 from pathlib import Path
@@ -20,10 +20,11 @@ from eval.checkpoints import check_arguments
 def evaluate(cfg: DictConfig) -> None:
     """One evaluation in Hydra's run folder."""
     check_arguments(cfg)
-    from eval.measure import measure
+    benchmarks = instantiate(cfg.benchmark)
+    from eval.measure import run_evaluation
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    done = measure(cfg, run_dir)
+    done = run_evaluation(cfg, benchmarks, run_dir)
     logger = instantiate(cfg.get("logger"))  # now: the label, after which it may be called, is known
     instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir, logger=logger)
 

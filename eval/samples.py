@@ -1,9 +1,9 @@
 """The samples of an evaluation, written as they are done: what a run resumes from and all its rows are made of.
 
-samples.jsonl is append-only JSON Lines: a first row with the settings, then one row a sample. The rows of one batch of
-prompts (every decoder's) are one write, so that a resumed run times decoders side by side, too. After kill -9 a batch
-that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's. One run at a
-time writes it, and goes on only from answers to the prompts that it would ask itself.
+samples.jsonl is append-only JSON Lines: a first row with the settings, then one row per sample. The rows of one batch
+of prompts (every decoder's) are one write, so that a resumed run times decoders side by side, too. After kill -9 a
+batch that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's. One run
+at a time writes it, and goes on only from answers to the prompts that it would ask itself.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from dspec.decoding.base import Generation, Pass
 from dspec.errors import UserError
+from eval.results import flat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ class SampleLog:
             os.truncate(self.path, kept)
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        old, new = _flat(settings), _flat(self._settings)
+        old, new = _without_limits(settings), _without_limits(self._settings)
         if other := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
             raise UserError(
                 f"{self.path} was written with another {', '.join(other[:5])}; resume with the same command, or "
@@ -132,7 +133,7 @@ class SampleLog:
                 "restore the data, or evaluate in a folder of its own"
             )
 
-    def of(self, benchmark: str, temperature: float) -> list[Sample]:
+    def select(self, benchmark: str, temperature: float) -> list[Sample]:
         return [s for s in self.samples if (s.benchmark, s.temperature) == (benchmark, temperature)]
 
     def add(self, batch: Sequence[Sample]) -> None:
@@ -151,12 +152,9 @@ class SampleLog:
         self.samples += batch
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _without_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves by dotted path; how many prompts are asked is left out: it may grow."""
-    if not isinstance(value, dict) or not value:
-        return {} if prefix.rpartition(".")[2] == "limit" else {prefix: value}
-    parts = (_flat(inner, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())
-    return {path: leaf for part in parts for path, leaf in part.items()}
+    return {path: leaf for path, leaf in flat(settings).items() if path.rpartition(".")[2] != "limit"}
 
 
 def check_unique(samples: Sequence[Sample], path: Path) -> None:

@@ -345,15 +345,13 @@ SMALL_JOB = [
     "callbacks.checkpoint.every_n_train_steps=3",
     "calibration.max_new_tokens=48",
     "benchmark.problems.count=2",
-    "benchmark.problems_unseen.count=2",
     "benchmark.functions.count=2",
     "benchmark.problems.max_new_tokens=64",
-    "benchmark.problems_unseen.max_new_tokens=64",
     "benchmark.functions.max_new_tokens=64",
     "evaluation.generate_prompts=2",
     "evaluation.generate_floor=0",
     "evaluation.warmup=1",
-    "callbacks/progress=none",
+    "callbacks.progress=null",
 ]
 
 

@@ -48,15 +48,18 @@ def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["recipe=dspark", "draft.markov_head_type=lstm"], ["lstm", "vanilla", "gated", "rnn"]),
         (["recipe=dspark", "draft.target_layer_ids=[0,99]"], ["99", "out of range", "0..5"]),
         (["recipe=dspark", "draft.num_taps=9"], ["num_taps=9"]),
-        (["recipe=dspark", "method=dflash"], ["without heads", "method=dspark"]),
-        (["recipe=dflash", "calibration=sts"], ["confidence_head"]),
+        (["recipe=dspark", "draft.markov_head_type=null", "draft.confidence_head=false"], ["confidence_head"]),
+        (
+            ["recipe=dflash", "draft.markov_head_type=vanilla", "draft.markov_rank=8"],
+            ["without heads", "recipe=dspark"],
+        ),
         (["recipe=dspark", "calibration.max_new_tokens=5"], ["calibration.max_new_tokens=5", "draft slots"]),
         (["recipe=dspark", "target=hf", "target.path=/no/such"], ["/no/such"]),
         (["recipe=dspark", "data=jsonl", "benchmark=tiny", "data.source.path=/no/such.jsonl"], ["/no/such.jsonl"]),
         (["recipe=dspark", "resume=/no/such/run"], ["nothing to resume", "/no/such/run"]),
         (["recipe=dspark", "benchmark.problems.max_new_tokens=2000"], ["max_new_tokens", "context"]),
         (["recipe=dspark", "target.dtype=float8"], ["float8"]),
-        (["recipe=dspark", "draft=none"], ["draft"]),
+        (["recipe=dspark", "draft=null"], ["draft"]),
         (["recipe=dspark", "data.source.calibration={problems: 3, functions: 0}"], ["3 calibration prompts"]),
         (["recipe=dspark", "evaluation.temperatures=[0.0,0.0]"], ["has a temperature twice"]),
         (["recipe=dspark", "evaluation.generate_floor=abc"], ["generate_floor=abc must be a number"]),
@@ -77,7 +80,7 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
 def test_mistyped_key_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
     folder = tmp_path / "own" / "recipe"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /method: dspark\nsead: 3\n")
+    (folder / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /target: tiny\nsead: 3\n")
     assert "sead" in failing("--config-dir", str(tmp_path / "own"), "recipe=mine")
     (folder / "mine.yaml").write_text("# @package _global_\nmethod:\n  nm_anchors: 3\n")
     assert "nm_anchors" in failing("--config-dir", str(tmp_path / "own"), "recipe=mine")
@@ -102,3 +105,57 @@ def test_ranks_agree_on_when_their_run_began(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in (("SLURM_STEP_ID", "3"), ("SLURM_JOB_ID", "17"), ("SLURM_STEP_NUM_TASKS", "2")):
         monkeypatch.setenv(name, value)
     assert config.started() == "slurm-17.3"
+
+
+OLD = [
+    (["recipe=dspark", "method=dflash"], ["recipe=dflash"]),
+    (["method=dspark,dflash", "-m"], ["recipe=dspark,dflash"]),
+    (["recipe=dspark", "draft=none"], ["draft=null"]),
+    (["recipe=dspark", "draft=dflash"], ["recipe=dflash", "draft.<key>="]),
+    (["recipe=dspark", "optimizer=tiny"], ["optimizer.<key>=", "data=tiny"]),
+    (["recipe=dspark", "trainer=gsm8k"], ["trainer.<key>=", "hardware=cpu|gpu", "data=gsm8k"]),
+    (["recipe=jacobi_forcing", "trajectories=gsm8k"], ["data=gsm8k"]),
+    (["recipe=ar_base", "data=tiny_corpus"], ["recipe=ar_base"]),
+    (["recipe=dspark", "calibration=none"], ["calibration=null"]),
+    (["recipe=dflash", "calibration=sts"], ["recipe=dspark"]),
+    (["recipe=dspark", "evaluation=default"], ["leave it out"]),
+    (["recipe=dspark", "callbacks=default"], ["leave it out"]),
+    (["recipe=dspark", "callbacks/progress=none"], ["callbacks.progress=null"]),
+    (["recipe=jacobi_forcing", "method/teacher=same_pass"], ["method/teacher=stop_gradient"]),
+    (["recipe=jacobi_forcing", "method/teacher=moving"], ["method/teacher=ema"]),
+    (["recipe=jacobi_forcing", "method.tuning.share=1"], ["method.tuning.interpolation"]),
+    (["recipe=jacobi_forcing", "decoder.jacobi.build.plan.blocks=3"], ["decoder.jacobi.blocks"]),
+    (["recipe=dspark", "decoder.speculative.build.sequential_head=false"], ["decoder.speculative.sequential_head"]),
+    (["recipe=dspark", "decoder.speculative.method=mine"], ["decoder.speculative.label"]),
+    (["recipe=dspark", "benchmark.problems_unseen.count=5"], ["benchmark=[tiny,tiny_unseen]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "words"), OLD, ids=lambda value: value[-1])
+def test_an_old_spelling_names_the_new_one(failing: Failing, args: list[str], words: list[str]) -> None:
+    line = failing(*args)
+    for word in words:
+        assert word in line
+
+
+def test_old_names_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
+    folder = tmp_path / "own" / "recipe"
+    folder.mkdir(parents=True)
+    for text, words in {
+        "defaults:\n  - override /method: dspark\n": ["method is no group", "defaults: [dspark, _self_]"],
+        "defaults:\n  - override /optimizer: tiny\n": ["optimizer is no group"],
+        "defaults: [jacobi_forcing, _self_]\nmethod: {tuning: {share: 0.5}}\n": ["method.tuning.interpolation"],
+        "method: {_target_: dspec.noise.Random}\n": ["dspec.jacobi_forcing.noise.RandomSchedule"],
+    }.items():
+        (folder / "mine.yaml").write_text(f"# @package _global_\n{text}")
+        line = failing("--config-dir", str(tmp_path / "own"), "recipe=mine")
+        for word in words:
+            assert word in line
+
+
+def test_an_old_run_cannot_be_resumed_in_its_old_spelling(failing: Failing, tmp_path: Path) -> None:
+    hydra = tmp_path / "old" / ".hydra"
+    hydra.mkdir(parents=True)
+    (hydra / "hydra.yaml").write_text("hydra: {job: {config_name: train}}")
+    (hydra / "overrides.yaml").write_text("- recipe=dspark\n- optimizer=tiny\n")
+    assert "optimizer.<key>=" in failing(f"resume={tmp_path / 'old'}")

@@ -34,9 +34,11 @@ SHIPPED = Path(__file__).parents[1] / "dspec" / "assets" / "tiny_dspark"
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """Those of conf/benchmark/tiny.yaml, with more prompts."""
+    """Those of conf/benchmark/tiny.yaml and tiny_unseen.yaml, with more prompts."""
     counts = {"problems": 100, "problems_unseen": 60, "functions": 80}
-    cfg = composed("eval", ["benchmark=tiny", *(f"benchmark.{name}.count={n}" for name, n in counts.items())])
+    cfg = composed(
+        "eval", ["benchmark=[tiny,tiny_unseen]", *(f"benchmark.{name}.count={n}" for name, n in counts.items())]
+    )
     made: dict[str, Benchmark] = instantiate(cfg.benchmark)
     return made
 
@@ -66,10 +68,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("full")
     threads = str(max(1, (os.cpu_count() or 1) // 2))
     environment = os.environ | {"DSPEC_CACHE": str(root / "cache"), "OMP_NUM_THREADS": threads}
-    few = [f"benchmark.{name}.count=2" for name in ("problems", "problems_unseen", "functions")]
+    few = [f"benchmark.{name}.count=2" for name in ("problems", "functions")]
     args = [*few, "trainer.max_steps=500", "data.source.train={problems: 1200, functions: 500, stories: 150}"]
     runs = {recipe: root / recipe for recipe in ("dspark", "dflash")}
-    command = [sys.executable, "-m", "dspec.train", *args, "callbacks/progress=none"]
+    command = [sys.executable, "-m", "dspec.train", *args, "callbacks.progress=null"]
     processes = [
         subprocess.Popen([*command, f"recipe={recipe}", f"hydra.run.dir={run}"], env=environment)
         for recipe, run in runs.items()

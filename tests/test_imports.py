@@ -66,7 +66,7 @@ def test_all_rooms_are_read() -> None:
     [
         ("import data.chat", "dspec"),
         ("from eval import run", "dspec.models"),
-        ("from eval.report import x", "data.embedded"),
+        ("from eval.reports.report import x", "data.embedded"),
         ("from dspec.decoding.base import Generation", "dspec.methods"),
         ("from dspec.methods import dflash", "dspec.decoding"),
         ("from dspec.decoding import base", "dspec.models"),

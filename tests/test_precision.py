@@ -45,7 +45,9 @@ def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    "tuning", [FullFineTuning(share=1.0), LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)], ids=["full", "lora"]
+    "tuning",
+    [FullFineTuning(interpolation=1.0), LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0)],
+    ids=["full", "lora"],
 )
 def test_what_is_trained_is_float32_what_is_frozen_stays(toys: SimpleNamespace, tuning: Any) -> None:
 
@@ -112,7 +114,7 @@ def test_what_teachers_and_interpolation_keep_of_a_bfloat16_target_is_float32(
 ) -> None:
     """A moving average in bfloat16 would stand still, as weights would (finding 2)."""
     target = toys.target(dtype=torch.bfloat16)
-    tuning = FullFineTuning(share=0.5)
+    tuning = FullFineTuning(interpolation=0.5)
     tuning.prepare(target)
     teacher.bind(target)
     kept = [*teacher.buffers(), *tuning._before.values()]

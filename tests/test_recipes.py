@@ -1,6 +1,6 @@
-"""Every recipe composes, builds on a tiny target, opens as recipes must, and is what was last reviewed.
+"""Every recipe composes, builds, opens as recipes must, shows its numbers, and is what was last reviewed.
 
-After a wanted change of a config: python tests/test_recipes.py  (rewrites tests/composed/), then read the diff.
+After a wanted change of a config: python tests/test_recipes.py  (rewrites recipes/composed/), then read the diff.
 """
 
 from pathlib import Path
@@ -9,21 +9,36 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dspec.config import CONF, ROOT, instantiate, register
+from dspec.config import CONF, ROOT, VARIANTS, instantiate, register
 from dspec.models.language_model import embedded_target
+from dspec.recipes import variants
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
-COMPOSED = Path(__file__).parent / "composed"
+COMPOSED = ROOT / "recipes" / "composed"
 
 
-def composed(recipe: str, *overrides: str) -> DictConfig:
+def composed(recipe: str | None, *overrides: str) -> DictConfig:
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=[f"recipe={recipe}", *overrides])
+        return compose("train", overrides=[*([] if recipe is None else [f"recipe={recipe}"]), *overrides])
+
+
+def files(*overrides: str) -> set[Path]:
+    """The files that a run is composed from, by Hydra's own defaults list."""
+    register()
+    loader = ConfigLoaderImpl(create_config_search_path(str(CONF)))
+    names = [str(d.config_path) for d in loader.compute_defaults_list("train", list(overrides), RunMode.RUN).defaults]
+    found = {path for name in names if (path := CONF / f"{name}.yaml").is_file()}
+    found |= {ROOT / "recipes" / f"{name.removeprefix('recipe/')}.yaml" for name in names if name.startswith("recipe/")}
+    table = {f"decoder/{name}" for name in variants(VARIANTS)}
+    return found | ({VARIANTS} if table & set(names) else set())
 
 
 def plain(recipe: str) -> dict[str, Any]:
@@ -33,12 +48,115 @@ def plain(recipe: str) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_composed_config_is_the_reviewed_one(recipe: str) -> None:
     assert plain(recipe) == yaml.safe_load((COMPOSED / f"{recipe}.yaml").read_text())
+    assert f"# Composed: recipes/composed/{recipe}.yaml" in (ROOT / "recipes" / f"{recipe}.yaml").read_text()
+    assert len(list(COMPOSED.iterdir())) == len(RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "most"), [("dspark", 8), ("dflash", 8), ("jacobi_forcing", 10), ("cllm", 10), ("ar_base", 8)]
+)
+def test_a_recipe_is_composed_from_few_files(recipe: str, most: int) -> None:
+    found = files(f"recipe={recipe}")
+    assert {CONF / "train.yaml", ROOT / "recipes" / f"{recipe}.yaml"} < found
+    assert len(found) <= most, sorted(found)
+
+
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {path: node}
+    return {k: v for key, inner in node.items() for k, v in leaves(inner, f"{path}.{key}".lstrip(".")).items()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_page_alone_shows_every_number_of_its_run(recipe: str) -> None:
+    """But for those of what users swap (target, benchmark, decoder, schedule) and of the instruments."""
+    page, whole = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text()), plain(recipe)
+    cfg = leaves({key: whole[key] for key in ("method", "draft", "data", "optimizer", "calibration")})
+    sizes = "accelerator precision max_steps accumulate_grad_batches gradient_clip_val val_check_interval".split()
+    cfg |= leaves({"trainer": {key: whole["trainer"][key] for key in sizes}})
+    cfg |= leaves({"evaluation": {key: whole["evaluation"][key] for key in ("temperatures", "top_p", "batch_size")}})
+    shown = leaves(page)
+    numbers = {k: v for k, v in cfg.items() if not k.startswith("method.schedule") and not str(v).startswith("${")}
+    numbers = {k: v for k, v in numbers.items() if isinstance(v, int | float | list) and not isinstance(v, bool)}
+    assert len(numbers) > 15
+    assert {key: shown.get(key) for key in numbers} == numbers
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_number_lives_once(recipe: str) -> None:
+    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label)."""
+    page = leaves(yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text()))
+    for path in files(f"recipe={recipe}") - {ROOT / "recipes" / f"{recipe}.yaml", VARIANTS}:
+        group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
+        where = {"conf": "", "decoder": f"decoder.{path.stem}"}.get(path.parent.name, group)
+        other = {k for k, v in leaves(yaml.safe_load(path.read_text()), where).items() if v != "???"}
+        assert {key for key in page.keys() & other if key != "defaults" and not key.endswith("label")} == set(), path
+
+
+def test_no_recipe_is_dspark() -> None:
+    assert OmegaConf.to_container(composed(None), resolve=False) == plain("dspark")
+
+
+REAL = {  # what data=gsm8k and data=jsonl changed before recipes were pages
+    "data.source.train": 6000, "data.source.calibration": 600, "data.regeneration.max_new_tokens": 512,
+    "data.regeneration.top_p": 0.8, "data.regeneration.batch_size": 16, "data.max_length": 1024,
+    "data.sort_window": 256, "data.validation": 16, "trainer.max_steps": 2000, "trainer.val_check_interval": 200,
+    "trainer.accelerator": "auto",
+}  # fmt: skip
+DRAFTER = {"data.regeneration.temperature": 0.7, "data.batch_size": 8, "optimizer.optimizer.lr": 6e-4}
+FORCING = {
+    "data.regeneration.temperature": 0.0, "data.batch_size": 2, "optimizer.optimizer.lr": 1e-5, "data.block_size": 64,
+    "data.row_length": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "precision"), [("gsm8k", "bf16-mixed"), ("jsonl", "32-true")])
+@pytest.mark.parametrize(
+    ("recipe", "own"), [("dspark", DRAFTER), ("dflash", DRAFTER), ("jacobi_forcing", FORCING), ("cllm", FORCING)]
+)
+def test_a_real_target_has_numbers_of_its_own(recipe: str, own: dict[str, Any], data: str, precision: str) -> None:
+    cfg = composed(recipe, "target=qwen3_4b", f"data={data}", "benchmark=gsm8k")
+    wanted = REAL | own | {"trainer.precision": precision}
+    assert {key: OmegaConf.select(cfg, key) for key in wanted} == wanted
+    changed = composed(recipe, f"data={data}", "data.batch_size=3", "optimizer.optimizer.lr=1e-2")
+    assert (changed.data.batch_size, changed.optimizer.optimizer.lr) == (3, 1e-2)
+
+
+def test_a_recipe_of_ones_own_has_the_last_word(tmp_path: Path) -> None:
+    """Over the page it begins with, and over the numbers of a real target."""
+    (tmp_path / "recipe").mkdir()
+    text = "# @package _global_\ndefaults: [jacobi_forcing, override /data: gsm8k, override /method/schedule: reverse, "
+    text += "_self_]\ndata: {batch_size: 5}\nmethod: {schedule: {window: 7}}\n"
+    (tmp_path / "recipe" / "mine.yaml").write_text(text)
+    cfg = composed("mine", f"hydra.searchpath=[file://{tmp_path}]")
+    assert (cfg.data.batch_size, cfg.data.block_size, cfg.optimizer.optimizer.lr) == (5, 64, 1e-5)
+    assert (cfg.method.schedule._target_.rpartition(".")[2], cfg.method.schedule.window) == ("Reverse", 7)
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "gpu"])
+def test_hardware_goes_before_page_and_data(hardware: str) -> None:
+    wanted = {"cpu": ("cpu", "32-true"), "gpu": ("cuda", "bf16-mixed")}[hardware]
+    for more in ([], ["data=gsm8k"], ["data=jsonl", "benchmark=tiny"]):
+        trainer = composed("dspark", f"hardware={hardware}", *more).trainer
+        assert (trainer.accelerator, trainer.precision) == wanted
+
+
+@pytest.mark.parametrize("group", ["schedule", "teacher", "tuning"])
+def test_parts_of_jacobi_forcing_are_swapped_whole(group: str) -> None:
+    """None leaves a setting behind that its successor does not take; what the page says of tuning stays."""
+    for path in sorted((CONF / "method" / group).glob("*.yaml")):
+        for recipe in ("jacobi_forcing", "cllm"):
+            node = composed(recipe, f"method/{group}={path.stem}").method[group]
+            assert node._target_ == yaml.safe_load(path.read_text())["_target_"]
+            assert instantiate(node) is not None
+            if group == "tuning":
+                assert node.interpolation == {"jacobi_forcing": 0.75, "cllm": 1.0}[recipe]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_opens_with_command_and_expectations(recipe: str) -> None:
     head = (ROOT / "recipes" / f"{recipe}.yaml").read_text().split("defaults:")[0]
-    for word in ("# Source:", "# Command:", "# Hardware:", "# Expect:"):
+    for word in ("# Source:", "# Command:", "# Hardware:", "# Expect:", "# Composed:"):
         assert word in head
 
 
@@ -63,9 +181,7 @@ def test_jacobi_forcing_composes_with_other_targets_and_data() -> None:
     assert cfg.data._target_.endswith("Trajectories")
     assert cfg.data.source._target_.endswith("Gsm8kPrompts")
     assert cfg.data.regeneration.temperature == 0
-    assert cfg.decoder.jacobi.build.plan.block_size == cfg.data.block_size
-    assert cfg.decoder.base_jacobi.build.base._target_ == cfg.target._target_
-    assert cfg.decoder.base_jacobi.build.build == cfg.decoder.jacobi.build
+    assert cfg.decoder.base_jacobi.block_size == cfg.decoder.jacobi.block_size == cfg.data.block_size
     few = composed("jacobi_forcing", "decoder=[autoregressive,jacobi]")
     assert set(few.decoder) == {"autoregressive", "jacobi"}
 
@@ -73,14 +189,14 @@ def test_jacobi_forcing_composes_with_other_targets_and_data() -> None:
 def test_jacobi_decoders_have_the_papers_settings_and_their_own() -> None:
     names = ["jacobi", "jacobi_single", "jacobi_recycling", "jacobi_multiblock"]
     cfg = composed("dspark", f"decoder=[autoregressive,{','.join(names)}]")
-    plans = {name: cfg.decoder[name].build.plan for name in names}
+    plans = {name: cfg.decoder[name] for name in names}
     assert plans["jacobi"].block_size == 64
     assert (plans["jacobi"].blocks, plans["jacobi"].candidates, plans["jacobi"].activation) == (2, 4, 0.85)
     assert {name: (p.blocks, p.candidates) for name, p in plans.items()} == {
         "jacobi": (2, 4), "jacobi_single": (1, 0), "jacobi_recycling": (1, 4), "jacobi_multiblock": (2, 0),
     }  # fmt: skip
     labels = OmegaConf.to_container(cfg.decoder, resolve=False)
-    assert len({labels[name]["method"] for name in names}) == 4  # type: ignore[call-overload,index]
+    assert len({labels[name]["label"] for name in names}) == 4  # type: ignore[call-overload,index]
 
 
 def test_dspark_and_dflash_differ_only_in_what_makes_dspark() -> None:
@@ -94,6 +210,5 @@ def test_dspark_and_dflash_differ_only_in_what_makes_dspark() -> None:
 
 
 if __name__ == "__main__":
-    COMPOSED.mkdir(exist_ok=True)
     for name in RECIPES:
         (COMPOSED / f"{name}.yaml").write_text(OmegaConf.to_yaml(composed(name), resolve=False))

@@ -29,13 +29,12 @@ SMALL = [
     "calibration.max_new_tokens=48",
     "decoder=[autoregressive,speculative]",
     "benchmark.problems.count=1",
-    "benchmark.problems_unseen.count=1",
     "benchmark.functions.count=1",
     "evaluation.temperatures=[0.0]",
     "evaluation.generate_prompts=1",
     "evaluation.generate_floor=0",
     "evaluation.warmup=0",
-    "callbacks/progress=none",
+    "callbacks.progress=null",
 ]
 
 

@@ -66,7 +66,7 @@ class CalibrateSTS:
     def check(self, draft: Draft | None) -> None:
         """Raises UserError for a drafter without a confidence head, or answers too short to reach its last slot."""
         if draft is None or draft.confidence_head is None:
-            raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=none")
+            raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=null")
         if self.max_new_tokens <= (slots := draft.config.num_drafts):
             raise UserError(
                 f"calibration.max_new_tokens={self.max_new_tokens} ends answers before the last of {slots} draft "
@@ -159,7 +159,7 @@ class CalibrateSTS:
             raise UserError(
                 f"too few calibration rounds {where}: the answers end too early. Raise "
                 f"calibration.max_new_tokens={self.max_new_tokens} or the data source's calibration count, or say "
-                "calibration=none"
+                "calibration=null"
             )
 
 

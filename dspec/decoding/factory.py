@@ -1,7 +1,6 @@
-"""Decoders as configs name them: each builds one from target, drafter and sampling."""
+"""Decoders from target, drafter and sampling; eval/decoders.py gives them what configs say."""
 
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -59,16 +58,3 @@ def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int
 def jacobi(*, target: LanguageModel, draft: Draft | None, plan: JacobiConfig) -> Decoder:
     """The target's own tokens, several a pass; the drafter is not used."""
     return Jacobi(target=target, config=plan)
-
-
-def on_base(
-    *,
-    target: LanguageModel,
-    draft: Draft | None,
-    base: LanguageModel | None,
-    build: Callable[..., Decoder],
-) -> Decoder:
-    """What `build` makes of the untrained `base`, to stand beside the same decoder of the trained target."""
-    if base is None:
-        raise UserError("a decoder of the base needs target=<the base>: say which weights it decodes")
-    return build(target=base.to(device=target.device, dtype=target.dtype), draft=None)

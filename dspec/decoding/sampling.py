@@ -1,7 +1,7 @@
-"""Sampling: the warped law of a token, drawing from it with given uniforms, and lossless verification of drafts.
+"""Sampling: a token's distribution, drawing from it with given uniforms, and lossless verification of drafts.
 
-All randomness is passed in as uniforms from one stream a row, so that a batch draws what single rows draw. Laws are
-sorted and summed some rows at a time: each row's result depends on that row alone.
+All randomness is passed in as uniforms from one stream a row, so that a batch draws what single rows draw.
+Distributions are sorted and summed some rows at a time: each row's result depends on that row alone.
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
 
@@ -15,7 +15,7 @@ from dspec.errors import UserError
 from dspec.precision import widest
 
 _REFILL = 512  # uniforms drawn at a time for each row
-_CHUNK_BYTES = 2**26  # of one law in float64: sorting and summing take several of that size
+_CHUNK_BYTES = 2**26  # of one distribution in float64: sorting and summing take several of that size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class SamplingBatch:
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """All rows in parts whose laws stay within a fixed memory (at least one row each; one part without rows)."""
+    """All rows in parts whose distributions stay within a fixed memory: at least one row each, one part without rows."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, start + size) for start in range(0, max(1, rows), size))
 
@@ -142,7 +142,7 @@ class Streams:
 def verify_greedy(draft_BJ: Tensor, count_B: Tensor, logits_BJV: Tensor) -> tuple[Tensor, Tensor]:
     """Accepted prefix length [B] and the token after it [B]: drafts must equal the target's argmax.
 
-    `logits_BJV` has J + 1 positions: the target's law for each draft slot and for the bonus token.
+    `logits_BJV` has J + 1 positions: the target's logits for each draft slot and for the bonus token.
     """
     best = logits_BJV.argmax(-1)
     slots = torch.arange(draft_BJ.shape[1], device=draft_BJ.device)
@@ -161,8 +161,8 @@ def verify_sampled(
 ) -> tuple[Tensor, Tensor]:
     """Rejection sampling: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
 
-    Leaves the output law that of the target (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means that
-    the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
+    Leaves the output distribution that of the target (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means
+    that the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
     """
     B, J = draft_BJ.shape
     p_x = target_probs_BJV[:, :-1].gather(-1, draft_BJ[..., None]).squeeze(-1)
@@ -173,16 +173,16 @@ def verify_sampled(
     ok = (uniform_BJ * q_x < p_x) & (slots < count_B[:, None])
     accepted = ok.long().cumprod(1).sum(1)
     rows = torch.arange(B, device=draft_BJ.device)
-    law = target_probs_BJV[rows, accepted]
+    probs = target_probs_BJV[rows, accepted]
     rejected = accepted < count_B
     if J:
         slot = accepted.clamp(max=J - 1)
         if draft_probs_BJV is None:  # q is one at the drafted token, so that token alone loses weight
-            excess, token = law.clone(), draft_BJ[rows, slot]
-            excess[rows, token] = (law[rows, token] - 1).clamp(min=0)
+            excess, token = probs.clone(), draft_BJ[rows, slot]
+            excess[rows, token] = (probs[rows, token] - 1).clamp(min=0)
         else:
-            excess = (law - draft_probs_BJV[rows, slot]).clamp(min=0)
-        residual = torch.where(rejected[:, None], excess, law)
+            excess = (probs - draft_probs_BJV[rows, slot]).clamp(min=0)
+        residual = torch.where(rejected[:, None], excess, probs)
         # p = q up to rounding leaves an empty residual: the rejection then had probability zero, p is as good
-        law = torch.where(residual.sum(-1, keepdim=True) > 0, residual, law)
-    return accepted, draw(law, uniform_B)
+        probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
+    return accepted, draw(probs, uniform_B)

@@ -82,7 +82,10 @@ class DFlash(Method):
         self.ce_weight, self.tv_weight = ce_weight, tv_weight
 
     def _refuse_heads(self) -> None:
-        raise UserError("method=dflash trains a drafter without heads: take draft=dflash, or method=dspark")
+        raise UserError(
+            "DFlash trains a drafter without heads: say draft.markov_head_type=null draft.confidence_head=false, or "
+            "recipe=dspark"
+        )
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         with torch.no_grad():

@@ -7,7 +7,8 @@ copies see the same text the KL of the same pass is zero, value and gradient, so
 response's last one, behind which there is nothing. L_AR runs over the clean copies, which are a plain causal text.
 Departures: lambda, temperature, weights and what the sums are divided by are parameters (the released code fixes 10
 on L_AR, divides L_pc twice and trains on prompts); `decay` lets the KL count less behind a block's first wrong token,
-since decoding accepts tokens from the left; `share` keeps part of what training changed. CLLM is window 1, no schedule.
+since decoding accepts tokens from the left; `interpolation` keeps part of what training changed. CLLM is window 1, no
+schedule.
 
 Legend: B = rows, L = places, P = chosen places, D = width, V = vocabulary, N = blocks.
 """
@@ -62,19 +63,19 @@ class Tuning(Protocol):
 
 
 class FullFineTuning:
-    """All weights; what is kept are the old ones plus a share of the change.
+    """All weights; what is kept lies on the line from the old ones to the trained ones.
 
     Source: WiSE-FT (arXiv 2109.01903), the line between the weights before and after training.
     """
 
-    def __init__(self, *, share: float) -> None:
-        """`share` in (0, 1]; 1 keeps the whole change."""
-        self.share = _share(share)
+    def __init__(self, *, interpolation: float) -> None:
+        """`interpolation` in (0, 1]; 1 keeps the whole change."""
+        self.interpolation = _interpolation(interpolation)
         self._before: dict[str, Tensor] = {}
 
     def prepare(self, target: LanguageModel) -> None:
         target.model.requires_grad_(True)
-        if self.share < 1:
+        if self.interpolation < 1:
             wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in target.model.named_parameters()}
             self._before = {name: p.detach().to(wide[name], copy=True) for name, p in target.model.named_parameters()}
 
@@ -82,16 +83,17 @@ class FullFineTuning:
     def merge(self, target: LanguageModel) -> None:
         for name, before in self._before.items():
             parameter = target.model.get_parameter(name)
-            parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.share))
+            parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.interpolation))
         self._before = {}
 
 
 class LoRA:
     """Low-rank adapters (peft) beside linear layers; a share of them is merged into the weights at the end."""
 
-    def __init__(self, *, rank: int, alpha: int, modules: str, share: float) -> None:
-        """`modules` is a pattern of layer names, or "all-linear"; `share` as for Full."""
-        self.rank, self.alpha, self.modules, self.share = rank, alpha, modules, _share(share)
+    def __init__(self, *, rank: int, alpha: int, modules: str, interpolation: float) -> None:
+        """`modules` is a pattern of layer names, or "all-linear"; `interpolation` as for FullFineTuning."""
+        self.rank, self.alpha, self.modules = rank, alpha, modules
+        self.interpolation = _interpolation(interpolation)
 
     def prepare(self, target: LanguageModel) -> None:
         try:
@@ -106,16 +108,16 @@ class LoRA:
 
         for name, layer in list(target.model.named_modules()):
             if isinstance(layer, LoraLayer):
-                layer.scale_layer(self.share)
+                layer.scale_layer(self.interpolation)
                 layer.merge()
                 parent, _, child = name.rpartition(".")
                 setattr(target.model.get_submodule(parent), child, layer.get_base_layer())
 
 
-def _share(share: float) -> float:
-    if not 0 < share <= 1:
-        raise UserError(f"method.tuning.share={share} of the change must be above 0 and at most 1")
-    return share
+def _interpolation(interpolation: float) -> float:
+    if not 0 < interpolation <= 1:
+        raise UserError(f"method.tuning.interpolation={interpolation} of the change must be above 0 and at most 1")
+    return interpolation
 
 
 class JacobiForcing(Method):
@@ -157,9 +159,7 @@ class JacobiForcing(Method):
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """Raises UserError for a batch without trajectories."""
         if not isinstance(batch, TrajectoryBatch):
-            raise UserError(
-                "method=jacobi_forcing trains on trajectories: say recipe=jacobi_forcing, whatever the data"
-            )
+            raise UserError("Jacobi Forcing trains on trajectories: say recipe=jacobi_forcing, whatever the data")
         ratio_NK = self.distance(batch.states_NKn, batch.fixed_points, batch.length_N)
         blocks_B = torch.bincount(batch.row_N, minlength=len(batch.ids_BL)).tolist()  # blocks stand row by row
         uniform_N = torch.cat([torch.rand(n, generator=g) for n, g in zip(blocks_B, generators, strict=False)])

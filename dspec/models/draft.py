@@ -56,7 +56,7 @@ class DraftConfig:
             heads = ", ".join(SEQUENTIAL_HEADS)
             raise UserError(f"markov_head_type {self.markov_head_type!r} is unknown; say null or one of {heads}")
         if self.layout == "fill_in" and (self.markov_head_type or self.confidence_head):
-            raise UserError("the fill_in layout has no heads: set layout=anchor_first, or use method=dflash")
+            raise UserError("the fill_in layout has no heads: set layout=anchor_first, or use recipe=dflash")
         if self.confidence_head_with_markov and self.markov_head_type is None:
             raise UserError("confidence_head_with_markov=true needs a Markov head: set markov_head_type")
         if self.markov_head_type is not None and self.markov_rank < 1:

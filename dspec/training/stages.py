@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import instantiate
+from dspec.config import instantiate, instantiate_decoders, remember_command
 from dspec.errors import UserError
 from dspec.method import Method
 from dspec.models.draft import Draft
@@ -56,24 +56,25 @@ def train(cfg: DictConfig) -> None:
     )
     method: Method = instantiate(cfg.method, **parts)
     calibrate = instantiate(cfg.calibration)
-    contenders, benchmarks = instantiate(cfg.decoder), instantiate(cfg.benchmark)
+    contenders, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
     if calibrate is not None:
         calibrate.check(draft)
         calibrate.check_prompts(target, draft, [ids for _, ids in data.encoded("calibration")])
-    evaluation.check(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
+    evaluation.encode_prompts(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
     history = History()
     trainer: L.Trainer = instantiate(
         cfg.trainer,
         default_root_dir=str(run_dir),
-        callbacks=[*instantiate(cfg.callbacks).values(), history, FinalCheckpoint(run_dir)],
+        callbacks=[*filter(None, instantiate(cfg.callbacks).values()), history, FinalCheckpoint(run_dir)],
         logger=instantiate(cfg.logger),
         plugins=[AtomicCheckpointIO()],
     )
     check_trainer(trainer, method)
     rank_zero_only(write_json)(run_dir / "config.json", portable(plain, run_dir))
+    rank_zero_only(remember_command)(cfg)
 
-    log.info("training %s against %s in %s", choices["method"], target.name, run_dir)
+    log.info("training %s against %s in %s", cfg.label, target.name, run_dir)
     method.to(trainer.strategy.root_device)  # responses are written there, too
     module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
     try:
@@ -103,20 +104,16 @@ def train(cfg: DictConfig) -> None:
             target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids, artefact=run_dir / "calibration.json"
         )
         method.export(run_dir, card=card)  # with its temperatures
-    run["benchmarks"] = {name: benchmark.source() for name, benchmark in benchmarks.items()}
-
-    def results(rows: Any, check: Any, *, complete: bool) -> dict[str, Any]:
-        return {"run": run | {"ar_check": check, "complete": complete}, "rows": rows, "calibration": calibration}
-
-    rows, check = evaluation(
+    results = evaluation(
         target=target,
         draft=draft,
         contenders=contenders,
         benchmarks=benchmarks,
         policy=data.policy,
         stop_ids=target.stop_ids,
-        samples=run_dir / "samples.jsonl",
+        folder=run_dir,
+        run=run,
+        calibration=calibration,
         settings=portable(plain | {"resume": None}, run_dir),
-        grown=lambda rows, check: write_json(run_dir / "results.json", results(rows, check, complete=False)),
     )
-    report(results=results(rows, check, complete=True), history=history.rows, run_dir=run_dir, logger=trainer.logger)
+    report(results=results, history=history.rows, run_dir=run_dir, logger=trainer.logger)

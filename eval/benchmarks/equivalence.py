@@ -1,4 +1,4 @@
-"""Whether two LaTeX answers are the same, by math-verify in a worker process with a time limit.
+"""Whether two LaTeX answers are the same, by math-verify in a process of its own with a time limit.
 
 Math-verify sees the boxed contents. Two departures from it: `70` and `70\\%` are the same (MATH's references have both
 forms), and texts that are equal up to white space are the same without asking. What does not end in time is undecided.
@@ -8,9 +8,9 @@ import importlib.util
 from pathlib import Path
 
 from dspec.errors import UserError
-from eval.benchmarks.worker import Worker
+from eval.sandbox.function_process import FunctionProcess
 
-_WORKER = Path(__file__).with_name("math_worker.py")
+_SCRIPT = Path(__file__).with_name("math_process.py")
 
 
 class Equivalence:
@@ -20,13 +20,13 @@ class Equivalence:
         if importlib.util.find_spec("math_verify") is None:
             raise UserError("MATH answers are compared by math-verify: run `pip install 'dspec[math]'`")
         refusal = "math-verify does not start; run `pip install 'dspec[math]'`"
-        self._worker = Worker(_WORKER, timeout_s=timeout_s, refusal=refusal)
+        self._process = FunctionProcess(_SCRIPT, timeout_s=timeout_s, refusal=refusal)
 
     def __call__(self, gold: str, answer: str) -> bool | None:
         """None where the comparison did not end in time, or twice took its process with it."""
         if "".join(gold.split()) == "".join(answer.split()):
             return True
-        reply = self._worker.ask(gold, answer)
+        reply = self._process.ask(gold, answer)
         if reply.how in ("timed out", "died"):
             return None
         return reply.value is True  # whatever SymPy raises about a malformed answer, it is not the right one

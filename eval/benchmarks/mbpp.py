@@ -87,8 +87,8 @@ class Mbpp(FileBenchmark):
         return {self.quality: self._judge.passes(program=program, test=test, entry_point=name).passed}
 
     def source(self) -> dict[str, Any]:
-        own = {"lm_eval": importlib.metadata.version("lm-eval"), "sandbox": self._judge.level}
-        return {**super().source(), **own}
+        judged_by = {"lm_eval": importlib.metadata.version("lm-eval"), "sandbox": self._judge.level}
+        return {**super().source(), **judged_by}
 
 
 def _all_splits() -> Rows:

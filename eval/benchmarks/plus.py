@@ -21,10 +21,10 @@ from data.rows import Row, Rows, data_file, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import cut, request
-from eval.benchmarks.worker import Reply, Worker
+from eval.sandbox.function_process import FunctionProcess, Reply
 from eval.sandbox.judge import Judge
 
-_SANITIZER = Path(__file__).with_name("sanitize_worker.py")
+_SANITIZER = Path(__file__).with_name("sanitize_process.py")
 _ASK = "Solve this problem. Answer with the whole function, and the imports that it needs, in one code block."
 _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input", "atol", "contract")
 # evalplus 0.3.1 against its own canonical solutions
@@ -79,15 +79,15 @@ class _Plus(FileBenchmark):
         stop = (*utility.EOS, *utility.extra_eos_for_direct_completion(self.dataset))
         self.stop: tuple[str, ...] = () if chat else stop
         refusal = "evalplus's sanitize does not start; run `pip install 'dspec[evalplus]'`"
-        self._sanitizer = Worker(_SANITIZER, timeout_s=timeout_s, refusal=refusal)
+        self._sanitizer = FunctionProcess(_SANITIZER, timeout_s=timeout_s, refusal=refusal)
         how = f"chat; {_ASK}" if chat else "raw completion of the problem's text, as evalplus for base models"
         data = problems(self.dataset, self.file)
         super().__init__(data, key=lambda _, r: str(r["task_id"]), describes=how, **extent)
 
     def source(self) -> dict[str, Any]:
         version = importlib.metadata.version("evalplus")
-        own = {"evalplus": version, "known_failures": _FAILURES[self.dataset], "sandbox": self._judge.level}
-        return {**super().source(), **own}
+        judged_by = {"evalplus": version, "known_failures": _FAILURES[self.dataset], "sandbox": self._judge.level}
+        return {**super().source(), **judged_by}
 
     def prompt(self, row: Row) -> str:
         text = str(row["prompt"]).strip() + "\n"

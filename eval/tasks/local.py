@@ -20,9 +20,9 @@ class Gsm8kTask(ConfigurableTask):
     """lm-eval's gsm8k with its own filters and metric; the YAML's keys go before its."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        own = lm_eval_task("gsm8k")
-        metadata = own["metadata"] | config["metadata"]
-        super().__init__(config={**own, **_without_class(config), "metadata": metadata})
+        base = lm_eval_task("gsm8k")
+        metadata = base["metadata"] | config["metadata"]
+        super().__init__(config={**base, **_without_class(config), "metadata": metadata})
 
     def download(self, dataset_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
         rows = {split: gsm8k_rows(split) for split in ("train", "test")}

@@ -81,11 +81,3 @@ def test_refusals(toys: SimpleNamespace) -> None:
         factory.speculative(target=target, draft=None, **PLAIN)
     with pytest.raises(UserError, match="refinement_passes"):
         factory.speculative(target=target, draft=toys.draft(target), **PLAIN | {"refinement_passes": -1})
-
-
-def test_the_base_decodes_in_the_targets_dtype(toys: SimpleNamespace) -> None:
-    """Trained weights may have been cast; a baseline in another precision would be another baseline."""
-    target, base = toys.target(), toys.target(seed=1, dtype=torch.float32)
-    decoder = factory.on_base(target=target, draft=None, base=base, build=factory.autoregressive)
-    assert decoder.target is base
-    assert base.dtype == target.dtype == torch.float64

@@ -21,9 +21,10 @@ from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
-from eval.evaluate import DecoderSpec, Evaluation
+from eval.decoders import DecoderSpec, on_base
+from eval.evaluate import Evaluation
+from eval.reports.table import gate_note, table
 from eval.samples import SampleLog, read_samples
-from eval.table import gate_note, table
 
 POLICY = PromptPolicy(system=None, thinking=False)
 
@@ -60,8 +61,8 @@ def lookup(**kwargs: object) -> object:
 
 
 CONTENDERS = {
-    "autoregressive": DecoderSpec(method="AR", build=factory.autoregressive),
-    "lookup": DecoderSpec(method="prompt lookup", build=lookup),  # type: ignore[arg-type]
+    "autoregressive": DecoderSpec(label="AR", build=factory.autoregressive),
+    "lookup": DecoderSpec(label="prompt lookup", build=lookup),  # type: ignore[arg-type]
 }
 PROMPTS = ["Tom has 3 pens.", "Say one two one two one two.", "def f(a, b):", "Ann had 7 apples.", "Once upon a time"]
 
@@ -74,7 +75,7 @@ def target() -> LanguageModel:
 def run(
     target: LanguageModel, path: Path, evaluation: Evaluation, echo: Echo, settings: dict[str, Any] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return evaluation(
+    return evaluation.rows(
         target=target,
         draft=None,
         contenders=CONTENDERS,
@@ -237,7 +238,9 @@ def test_bad_evaluations_are_refused_before_any_work(target: LanguageModel) -> N
         (CONTENDERS, Echo(["long " * 2000]), r"^echo/0: .* exceed the context .*benchmark\.e\.max_new_tokens"),
     ):
         with pytest.raises(UserError, match=words):
-            evaluation(0.0).check(target=target, contenders=contenders, benchmarks={"e": benchmark}, policy=POLICY)
+            evaluation(0.0).encode_prompts(
+                target=target, contenders=contenders, benchmarks={"e": benchmark}, policy=POLICY
+            )
     for change in ({"limit": 0}, {"batch_size": 0}, {"temperatures": []}):
         with pytest.raises(UserError, match=r"at least (1|one)"):
             evaluation(0.0, **change)
@@ -288,7 +291,7 @@ def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Pa
     grown: list[int] = []
 
     def go(echo: Echo) -> None:
-        evaluation(0.0, generate_prompts=0)(
+        evaluation(0.0, generate_prompts=0).rows(
             target=target, draft=None, contenders=CONTENDERS, benchmarks={"one": Echo(PROMPTS[:1]), "two": echo},
             policy=POLICY, stop_ids=target.stop_ids, samples=tmp_path / "a.jsonl", settings={},
             grown=lambda rows, check: grown.append(len(rows)),
@@ -298,9 +301,9 @@ def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Pa
     broken.score = lambda item, answer: {}["stop"]  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         go(broken)
-    assert grown == [2, 4]  # both temperatures of the first benchmark
+    assert grown == [0, 2, 4]  # none at first, both temperatures of the first benchmark
     go(Echo(PROMPTS[:1]))
-    assert grown == [2, 4, 6, 8]  # never fewer than before
+    assert grown == [0, 2, 4, 6, 8]  # never fewer than before
 
 
 def test_each_decoder_goes_first_in_its_turn(
@@ -324,29 +327,29 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():
         trained.embed_tokens.weight.mul_(1.3)
-    on_base = {"base": base, "build": factory.autoregressive}
+    own = {"base": lambda: base, "build": factory.autoregressive}
     contenders = {
         "base_autoregressive": DecoderSpec(
-            method="AR base", build=partial(factory.on_base, **on_base), serial="base_autoregressive"
+            label="AR base", build=partial(on_base, **own), baseline="base_autoregressive"
         ),
         "base_lookup": DecoderSpec(
-            method="base, lookup",
-            build=partial(factory.on_base, base=base, build=lookup),
-            serial="base_autoregressive",
+            label="base, lookup",
+            build=partial(on_base, base=lambda: base, build=lookup),
+            baseline="base_autoregressive",
         ),
         **CONTENDERS,
     }
     options = {"draft": None, "benchmarks": {"echo": Echo(PROMPTS)}, "policy": POLICY, "stop_ids": base.stop_ids}
     settings = {"samples": tmp_path / "samples.jsonl", "settings": {}, **options}
-    rows, _ = evaluation(0.0, temperatures=[0.0])(target=trained, contenders=contenders, **settings)
+    rows, _ = evaluation(0.0, temperatures=[0.0]).rows(target=trained, contenders=contenders, **settings)
     by_name = {row["decoder"]["name"]: row for row in rows}
     assert all(row["mismatches"] == 0 for row in rows)
     assert by_name["base_lookup"]["tokens"] == by_name["base_autoregressive"]["tokens"]
     texts = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()[1:]]
-    own, other = (
+    of_trained, of_base = (
         [row["tokens"] for row in texts if row["decoder"] == name] for name in ("autoregressive", "base_autoregressive")
     )
-    assert own != other  # the weights do differ
+    assert of_trained != of_base  # the weights do differ
     assert by_name["base_autoregressive"]["speedup"] == by_name["base_autoregressive"]["speedup_vs_base_ar"] == 1
     assert by_name["autoregressive"]["speedup"] == 1 != by_name["autoregressive"]["speedup_vs_base_ar"]
     assert "x base" in table(rows, trusted=True)
@@ -354,6 +357,4 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     assert "x base" not in table([alone[0]], trusted=True)
     del contenders["base_autoregressive"]
     with pytest.raises(UserError, match="must contain base_autoregressive"):
-        evaluation(0.0)(target=trained, contenders=contenders, **settings)
-    with pytest.raises(UserError, match="needs target="):
-        factory.on_base(target=trained, draft=None, base=None, build=lookup)  # type: ignore[arg-type]
+        evaluation(0.0).rows(target=trained, contenders=contenders, **settings)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from data.rows import math500_rows
-from eval.benchmarks import worker
 from eval.benchmarks.competition import Math500
+from eval.sandbox import function_process
 
 PAUSES = (1, 2, 20)  # before these verdicts
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -19,7 +19,7 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 def test_a_pause_between_verdicts_changes_none(
     eval_run: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The worker's alarm is shortened to a second, the pauses are a little longer."""
+    """The process's alarm is shortened to a second, the pauses are a little longer."""
     pytest.importorskip("math_verify")
     monkeypatch.setenv("DSPEC_DATA", str(DATA))
     rows = math500_rows().rows[:40]
@@ -33,7 +33,7 @@ def test_a_pause_between_verdicts_changes_none(
 
     fast = verdicts()
     shutil.rmtree(tmp_path / "run")
-    monkeypatch.setattr(worker, "_SLACK_S", -9)  # of ten seconds
+    monkeypatch.setattr(function_process, "_SLACK_S", -9)  # of ten seconds
     judged, counted = Math500.verdicts, iter(range(40))
 
     def paused(self: Math500, *args: Any) -> dict[str, bool]:

@@ -4,9 +4,12 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dspec.decoding.base import Generation, Pass
-from eval.rows import acceptance, bootstrap, counts, paired_speedups, row, wilson
+from eval.intervals import bootstrap, wilson
+from eval.results import pool
+from eval.rows import acceptance, batch_speedups, counts, median_over_prompts, row
 from eval.samples import Sample
 
 
@@ -29,6 +32,18 @@ def test_counts_follow_the_definitions() -> None:
     assert got["tau_prompt_mean"] == (7 / 2 + 2 / 2) / 2
     assert got["tpf_with_prefill"] == 11 / 6
     assert (got["nfe"], got["nfe_prefill"], got["tokens"]) == (6, 2, 11)
+    assert (got["n"], got["prefill_tokens"], got["rounds"]) == (2, 2, 4)
+
+
+def test_passes_that_are_no_rounds_and_prefills_that_emit_nothing() -> None:
+    """What a diffusion or any-order decoder does: several passes per round, no token from the prompt's own pass."""
+    rounds = [Round(4, 3, 4), Round(4, 1, 4)]
+    done = Generation(list(range(6)), passes=[Pass("prefill"), *[Pass("decode")] * 3, *rounds])
+    got = counts([done])
+    assert (got["tau"], got["tpf"], got["tpf_with_prefill"]) == (6 / 2, 6 / 5, 6 / 6)
+    assert pool([got, got])["tau"] == 3
+    again = pool([got, counts([generation(8, [Round(3, 3, 3), Round(3, 2, 3)])])])  # 7 tokens in 2 rounds
+    assert (again["tau"], again["tpf"]) == (13 / 4, 13 / 7)
 
 
 def test_plain_ar_is_exactly_one() -> None:
@@ -59,9 +74,10 @@ def test_speeds_are_paired_by_batch() -> None:
     """A batch's seconds are shared: its tokens are pooled, and its seconds count once."""
     base = [sample(10, 2.0, batch=0), sample(30, 2.0, batch=0), sample(10, 1.0, batch=1)]
     fast = [sample(10, 1.0, batch=0), sample(30, 1.0, batch=0), sample(10, 0.2, batch=1)]
-    assert paired_speedups(fast, base) == [2.0, 5.0]
+    assert batch_speedups(fast, base) == [(2.0, 2), (5.0, 1)]
     got = row(fast, base, base, quality="right", greedy=True, seed=0)
-    assert got["speedup"] == 3.5
+    assert got["speedup"] == 2.0  # a batch that is not full weighs less
+    assert median_over_prompts([(2.0, 1), (5.0, 1)]) == 3.5
     assert math.isclose(got["tokens_per_second"], 50 / 1.2)
 
 
@@ -112,3 +128,18 @@ def test_bootstrap_covers_the_mean_about_95_times_in_100() -> None:
         covered += interval[0] <= 3.0 <= interval[1]
     assert 178 <= covered <= 198
     assert bootstrap(lambda at: 1.0, 0, seed=0) is None
+
+
+def test_each_interval_is_of_its_own_statistic() -> None:
+    """Prompts that are all alike leave no spread, so that an interval is the headline number itself."""
+    rounds = [Round(3, 2, 3), Round(3, 2, 3)]
+    alike = Generation(list(range(7)), passes=[PREFILL, Pass("decode"), *rounds])
+    base = [sample(4, 4.0, batch=i) for i in range(5)]
+    fast = [replace(s, generation=alike) for s in base]
+    got = row(fast, base, base, quality="right", greedy=True, seed=0)
+    assert got["interval_95"]["tau"] == [got["tau"]] * 2 == [3, 3]
+    assert got["interval_95"]["tpf"] == [got["tpf"]] * 2 == [2, 2]
+    # of 15 prompts one is 100 times as fast: no median of a resample sees it, a mean does wherever it is drawn
+    wide = [sample(4, 4.0, batch=i) for i in range(15)]
+    many = [replace(s, seconds=4 / (100 if i == 0 else 1)) for i, s in enumerate(wide)]
+    assert row(many, wide, wide, quality="right", greedy=True, seed=0)["interval_95"]["speedup"] == [1, 1]

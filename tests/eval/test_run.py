@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +22,7 @@ from eval.samples import read_samples
 Run = Callable[..., Path]
 SMALL = [
     "limit=2", "evaluation.temperatures=[0.0]", "evaluation.generate_prompts=1", "evaluation.generate_floor=0.0",
-    "benchmark.problems.max_new_tokens=24", "benchmark.problems_unseen.max_new_tokens=24",
-    "benchmark.functions.max_new_tokens=24",
+    "benchmark.problems.max_new_tokens=24", "benchmark.functions.max_new_tokens=24",
 ]  # fmt: skip
 
 
@@ -79,11 +79,12 @@ def results(folder: Path) -> SimpleNamespace:
 
 
 def test_a_target_alone(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = run("target=tiny", "decoder=prompt_lookup", "benchmark=tiny", *SMALL)
+    unseen = ["benchmark=[tiny,tiny_unseen]", "benchmark.problems_unseen.max_new_tokens=24"]
+    folder = run("target=tiny", "decoder=prompt_lookup", *unseen, *SMALL)
     found = results(folder)
     assert [(r["method"], r["benchmark"], r["n"]) for r in found.rows] == [
         (method, benchmark, 2)
-        for benchmark in ("problems", "problems_unseen", "functions")
+        for benchmark in ("problems", "functions", "problems_unseen")
         for method in ("AR", "prompt lookup")  # AR comes along by itself: speeds refer to it
     ]
     assert found.run["benchmarks"]["problems"]["rows"] == 50
@@ -109,7 +110,7 @@ def test_a_checkpoint_brings_its_target_label_and_policy(run: Run, checkpoint: P
     assert {r["target"] for r in bare.rows} == {"tiny"}
 
 
-ONE = [*SMALL, "limit=1", "~benchmark.problems_unseen", "~benchmark.functions", "evaluation.generate_prompts=0"]
+ONE = [*SMALL, "limit=1", "~benchmark.functions", "evaluation.generate_prompts=0"]
 
 
 def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> None:
@@ -125,8 +126,30 @@ def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> Non
     assert samples["autoregressive"] == samples["jacobi_single"] != only.generation.tokens
 
 
+OLD_RUNS = Path(__file__).parent / "old_runs"  # config.json as runs at commit 9238894 wrote it
+
+
+def test_a_drafter_of_an_old_run_is_evaluated(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Its config names modules and classes that have moved since."""
+    shutil.copytree(checkpoint / "draft", tmp_path / "old" / "draft")
+    shutil.copy(OLD_RUNS / "dspark.json", tmp_path / "old" / "config.json")
+    found = results(run(f"checkpoint={tmp_path / 'old'}", "decoder=speculative", "benchmark=tiny", *ONE))
+    assert [(row["method"], row["target"], row["mismatches"]) for row in found.rows] == [
+        ("AR", "tiny", 0), ("dspark", "tiny", 0),
+    ]  # fmt: skip
+
+
+def test_a_target_of_an_old_run_is_evaluated(run: Run, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "target", tmp_path / "old" / "target")
+    shutil.copy(OLD_RUNS / "jacobi_forcing.json", tmp_path / "old" / "config.json")
+    own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
+    found = results(run(f"checkpoint={tmp_path / 'old'}", own, "benchmark=tiny", *ONE))
+    assert [row["method"] for row in found.rows] == ["AR base", "AR", "JF, Jacobi"]
+    assert found.rows[2]["decoder"]["block_size"] == 8  # as it was trained
+
+
 def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path) -> None:
-    size = "decoder.jacobi_single.build.plan.block_size=3"
+    size = "decoder.jacobi_single.block_size=3"
     more = [size, "+target.dtype=float64", "benchmark=tiny", *ONE]
     found = results(run(f"checkpoint={trained}", "decoder=jacobi_single", *more))
     assert found.rows[1]["decoder"]["block_size"] == 3
@@ -155,11 +178,11 @@ def test_what_a_killed_run_leaves(run: Run, monkeypatch: pytest.MonkeyPatch, tmp
         with pytest.raises(KeyError):
             run("target=tiny", "benchmark=tiny", *SMALL, "limit=1")
     left = results(tmp_path / "run")
-    assert [row["benchmark"] for row in left.rows] == ["problems", "problems_unseen"]
+    assert [row["benchmark"] for row in left.rows] == ["problems"]
     assert left.run["complete"] is False
     run(f"resume={tmp_path / 'run'}")
     whole = results(tmp_path / "run")
-    assert whole.rows[:2] == left.rows
+    assert whole.rows[:1] == left.rows
     assert whole.run["complete"] is True
 
 
@@ -243,13 +266,80 @@ def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFix
     assert "generate_prompts" in choices  # what a key means
 
 
-def test_a_mistake_needs_no_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["run", "speed.__main__", "search.__main__"])
+def test_a_mistake_needs_no_torch(tmp_path: Path, program: str) -> None:
     """What is refused before torch is imported is refused at once."""
+    mistakes = ["limit=abc", "limt=5", "checkpoint=/no/such", "benchmark=jsonl", "benchmark.problems.count=x"]
+    mistakes += {
+        "run": ["evaluation.top_p=2"],
+        "speed.__main__": ["speed.repeats=0", "speed.tokens=[2,1]", "speed.price_per_hour=-1"],
+        "search.__main__": ["search.blocks=[]", "search.block_sizes=[1]", "search.matrix=x"],
+    }[program]
+    first = ["recipe=sweeps/jacobi_config"] if program.startswith("search") else []
+    code = f"""
+import sys
+from eval.{program} import main
+for mistake in {mistakes}:
+    benchmark = [] if mistake.startswith("benchmark=") else ["benchmark=tiny"]
+    sys.argv = ["eval", *{first}, "target=tiny", *benchmark, mistake]
+    try:
+        main()
+    except SystemExit as stop:
+        assert stop.code == 2 and "torch" not in sys.modules, mistake
+    else:
+        raise AssertionError(mistake)
+"""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    for argument in ("limit=abc", "limt=5", "checkpoint=/no/such"):
-        code = (
-            f"import sys; sys.argv = ['eval.run', 'target=tiny', 'benchmark=tiny', '{argument}']\n"
-            "from eval.run import main\ntry:\n    main()\nexcept SystemExit as stop:\n"
-            "    assert stop.code == 2 and 'torch' not in sys.modules, stop.code"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(mistakes)
+
+
+def test_a_refused_command_leaves_the_folders_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("target=tiny", "benchmark=tiny", *ONE)
+    with pytest.raises(SystemExit):
+        run("target=tiny", "benchmark=tiny", *ONE, "seed=1")
+    assert "another" in capsys.readouterr().err
+    run(f"resume={folder}")
+    assert results(folder).run["seed"] == 0
+
+
+def test_a_grown_limit_comes_along_when_the_run_is_resumed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the grown run was killed before its first batch, and of a command that was accepted in its place."""
+    folder = run("target=tiny", "benchmark=tiny", *ONE)
+    with monkeypatch.context() as patch:
+        patch.setattr("eval.samples.SampleLog.add", lambda *_: {}["killed"])
+        with pytest.raises(KeyError):
+            run(f"resume={folder}", "limit=2")
+    run(f"resume={folder}")
+    assert {row["n"] for row in results(folder).rows} == {2}
+    run("target=tiny", "benchmark=tiny", *ONE, "limit=3")  # in the same folder, by its name
+    run(f"resume={folder}")
+    assert {row["n"] for row in results(folder).rows} == {3}
+
+
+def test_a_resumed_run_keeps_what_its_ar_loop_was_found_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["target=tiny", "benchmark=tiny", *ONE, "evaluation.generate_prompts=1"]
+    folder = run(*args)
+    before = results(folder).run["ar_check"]
+    assert before["ar_over_generate"] > 0
+    monkeypatch.setattr("eval.evaluate.against_generate", lambda *_, **__: {}["measured again"])
+    run(f"resume={folder}")
+    assert results(folder).run["ar_check"] == before
+    (folder / "samples.jsonl").unlink()  # then nothing was timed beside it
+    with pytest.raises(KeyError, match="measured again"):
+        run(f"resume={folder}")
+
+
+def test_a_run_folder_below_a_file_is_one_line(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below/it"):
+        with pytest.raises(SystemExit) as stop:
+            run("target=tiny", "benchmark=tiny", name=name)
+        assert stop.value.code == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert "is a file; name another one" in error

@@ -443,7 +443,7 @@ def test_training_learns(toys: SimpleNamespace, cls: type) -> None:
 
 def test_refusals(toys: SimpleNamespace) -> None:
     for kind in ({"head": "vanilla"}, {"confidence": True}):
-        with pytest.raises(UserError, match="take draft=dflash, or method=dspark"):
+        with pytest.raises(UserError, match=r"draft\.markov_head_type=null"):
             _method(toys, **kind)
         _method(toys, cls=DSpark, confidence_weight=0.0, **kind)
     with pytest.raises(UserError, match=r"needs draft\.confidence_head=true"):

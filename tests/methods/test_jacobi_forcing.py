@@ -47,8 +47,8 @@ def method(of: Any, **changes: Any) -> JacobiForcing:
     settings: dict[str, Any] = {
         "schedule": noise.RandomSchedule(window=3), "distance": noise.divergent_suffix, "window": None,
         "teacher": StopGradientTeacher(),
-        "tuning": FullFineTuning(share=1.0), "normalisation": per_token, "consistency_weight": 1.0, "ar_weight": 1.0,
-        "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
+        "tuning": FullFineTuning(interpolation=1.0), "normalisation": per_token, "consistency_weight": 1.0,
+        "ar_weight": 1.0, "ar_on_prompt": False, "temperature": 1.0, "decay": None, "chunk_mb": 6e-4,
     }  # fmt: skip
     return JacobiForcing(target=of, **(settings | changes))
 
@@ -309,7 +309,7 @@ def trained_a_little(own: JacobiForcing) -> None:
 def test_lora_trains_adapters_alone_and_merges_exactly(toys: SimpleNamespace) -> None:
     target = toys.target(seed=7)
     frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = LoRA(rank=2, alpha=4, modules="all-linear", share=1.0)
+    tuning = LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0)
     own = method(target, tuning=tuning)
     trained = {name for name, p in own.named_parameters() if p.requires_grad}
     assert trained
@@ -329,7 +329,7 @@ def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
     changes = []
     for share in (1.0, 0.25):
         target = toys.target(seed=7)
-        tuning = LoRA(rank=2, alpha=4, modules="all-linear", share=share)
+        tuning = LoRA(rank=2, alpha=4, modules="all-linear", interpolation=share)
         before = target.model.model.layers[0].mlp.up_proj.weight.detach().clone()
         torch.manual_seed(0)  # the adapters' start
         trained_a_little(method(target, tuning=tuning))
@@ -343,7 +343,7 @@ def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
 def test_a_share_of_the_change_is_kept(toys: SimpleNamespace, share: float) -> None:
     target = toys.target(seed=7, tie=True)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = FullFineTuning(share=share)
+    tuning = FullFineTuning(interpolation=share)
     trained_a_little(method(target, tuning=tuning))
     after = {name: p.detach().clone() for name, p in target.named_parameters()}
     assert all(not torch.equal(before[name], p) for name, p in after.items())
@@ -366,10 +366,10 @@ def test_refusals(toys: SimpleNamespace) -> None:
         with pytest.raises(UserError, match=message):
             method(target, **changes)
     for share in (0.0, 1.5):
-        with pytest.raises(UserError, match="share"):
-            FullFineTuning(share=share)
-        with pytest.raises(UserError, match="share"):
-            LoRA(rank=1, alpha=1, modules="all-linear", share=share)
+        with pytest.raises(UserError, match="interpolation"):
+            FullFineTuning(interpolation=share)
+        with pytest.raises(UserError, match="interpolation"):
+            LoRA(rank=1, alpha=1, modules="all-linear", interpolation=share)
     plain = Batch(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="recipe=jacobi_forcing"):
         method(target).loss(plain, generators=generators())  # type: ignore[arg-type]

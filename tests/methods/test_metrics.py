@@ -63,7 +63,7 @@ def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
     return JacobiForcing(
         target=toys.target(), schedule=AnyState(), distance=divergent_suffix, window=None,
         teacher=StopGradientTeacher(),
-        tuning=FullFineTuning(share=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0,
+        tuning=FullFineTuning(interpolation=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0,
         ar_on_prompt=False,
         temperature=1.0, decay=None, chunk_mb=7e-4,
     )  # fmt: skip

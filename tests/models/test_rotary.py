@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from dspec.decoding.factory import on_base
 from dspec.models.language_model import LanguageModel, embedded_target
 from dspec.models.rotary import Rotary
+from eval.decoders import on_base
 
 
 def _rotaries(module: nn.Module) -> list[Rotary]:
@@ -59,6 +59,6 @@ def _hf_rotary(config: object) -> nn.Module:
 def test_the_base_of_a_bfloat16_target_rotates_exactly(toys: SimpleNamespace) -> None:
     base, target = toys.target(dtype=torch.float32), toys.target(dtype=torch.bfloat16)
     seen: list[LanguageModel] = []
-    on_base(target=target, draft=None, base=base, build=lambda **a: seen.append(a["target"]))
+    on_base(target=target, draft=None, base=lambda: base, build=lambda **a: seen.append(a["target"]))
     assert seen[0].dtype == torch.bfloat16
     assert _rotaries(seen[0])[0].inv_freq.dtype == torch.float32

@@ -132,15 +132,15 @@ def main(payload: dict[str, Any]) -> None:
 def _test(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
     scope: dict[str, Any] = {"__name__": "test"}
     exec(compile(payload["trusted"], "trusted", "exec"), scope)
-    scope |= _from_program(peer, payload["test"], payload["entry_point"], own={*scope, *vars(builtins)})
+    scope |= _from_program(peer, payload["test"], payload["entry_point"], kept={*scope, *vars(builtins)})
     exec(compile(payload["test"], "test", "exec"), scope)
     return {}
 
 
-def _from_program(peer: Peer, test: str, entry_point: str | None, *, own: set[str]) -> dict[str, Any]:
+def _from_program(peer: Peer, test: str, entry_point: str | None, *, kept: set[str]) -> dict[str, Any]:
     """The names that the test reads and that the program defines; modules are our own import of the same name."""
     read = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
-    wanted = sorted((read - own) | (read & {entry_point}))
+    wanted = sorted((read - kept) | (read & {entry_point}))
     found = peer("find", Remote(peer, 0), wanted)
     modules = {name for name in wanted if name in sys.stdlib_module_names and name != entry_point}
     return {name: importlib.import_module(name) if name in modules else found[name] for name in wanted if name in found}

@@ -102,10 +102,10 @@ def test_a_comparison_without_end_is_undecided(folder: Path, monkeypatch: pytest
     """Not equivalent then, and counted."""
     pytest.importorskip("math_verify")
     pause = "        if answer == 'hang':\n            __import__('time').sleep(600)\n"
-    hanging = equivalence._WORKER.read_text().replace("        bare = [", pause + "        bare = [")
+    hanging = equivalence._SCRIPT.read_text().replace("        bare = [", pause + "        bare = [")
     assert "sleep" in hanging
-    (tmp_path / "worker.py").write_text(hanging)
-    monkeypatch.setattr(equivalence, "_WORKER", tmp_path / "worker.py")
+    (tmp_path / "script.py").write_text(hanging)
+    monkeypatch.setattr(equivalence, "_SCRIPT", tmp_path / "script.py")
     benchmark = Math(without_math500=False, **SETTINGS | {"timeout_s": 4.0})
     item = benchmark.items()[0]
     assert benchmark.score(item, "\\boxed{0.5}")["equivalent"]

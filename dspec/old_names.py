@@ -1,0 +1,118 @@
+"""Names that configs had before: one line that says the new one, and the new ones for configs that runs have stored."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dspec.errors import UserError
+
+_PAGE = "its numbers stand on the recipe's page (recipes/<name>.yaml)"
+
+# Choices that are gone, as patterns of an argument; \g<1> is the first part in brackets.
+_CHOICES = {
+    r"method=([\w,]+)": r"say recipe=\g<1>: a method's numbers stand on its recipe's page",
+    r"method/teacher=same_pass": "say method/teacher=stop_gradient",
+    r"method/teacher=moving": "say method/teacher=ema",
+    r"draft=none": "say draft=null",
+    r"draft=([\w,]+)": rf"say recipe=\g<1>, or draft.<key>=...: {_PAGE}",
+    r"optimizer=(\w+)": rf"say optimizer.<key>=..., or data=\g<1> for all that goes with those data: {_PAGE}",
+    r"trainer=(\w+)": rf"say trainer.<key>=..., hardware=cpu|gpu, or data=\g<1>: {_PAGE}",
+    r"trajectories=(\w+)": rf"say data=\g<1>: {_PAGE}",
+    r"data=tiny_corpus": "say recipe=ar_base, which has that corpus on its page",
+    r"calibration=none": "say calibration=null",
+    r"calibration=sts": "STS stands on the page of recipe=dspark: leave calibration= out there",
+    r"evaluation=default": "leave it out: evaluation has no choices, only keys",
+    r"callbacks=default": "leave it out: callbacks has no choices, only keys",
+    r"callbacks/progress=none": "say callbacks.progress=null",
+    r"callbacks/progress=rich": "leave it out: it is what runs have",
+}
+
+# Keys, as patterns of a whole dotted path.
+_KEYS = {
+    r"decoder\.(\w+)\.build\.(?:build\.)?(?:plan\.)?(\w+)": r"decoder.\g<1>.\g<2>",
+    r"decoder\.(\w+)\.method": r"decoder.\g<1>.label",
+    r"decoder\.(\w+)\.serial": r"decoder.\g<1>.weights=base for decoders of the base",
+    r"method\.tuning\.share": "method.tuning.interpolation",
+}
+
+# `_target_`: modules that moved, with the classes that were renamed in them.
+_TARGETS = {
+    "dspec.models.target.load_target": "dspec.models.language_model.load_language_model",
+    "dspec.models.target.": "dspec.models.language_model.",
+    "dspec.noise.Random": "dspec.jacobi_forcing.noise.RandomSchedule",
+    "dspec.noise.": "dspec.jacobi_forcing.noise.",
+    "dspec.teachers.SamePass": "dspec.jacobi_forcing.teachers.StopGradientTeacher",
+    "dspec.teachers.Moving": "dspec.jacobi_forcing.teachers.EMATeacher",
+    "dspec.teachers.": "dspec.jacobi_forcing.teachers.",
+    "dspec.packing.": "dspec.jacobi_forcing.packing.",
+    "dspec.methods.jacobi_forcing.Full": "dspec.methods.jacobi_forcing.FullFineTuning",
+    "dspec.calibrate.": "dspec.calibration.stage.",
+    "dspec.calibration.": "dspec.calibration.sts.",
+    "dspec.training.": "dspec.training.lightning_parts.",
+    "dspec.decoding.blocks.Plan": "dspec.decoding.jacobi_state.JacobiConfig",
+    "eval.judge.": "eval.sandbox.judge.",
+    "eval.sandbox.Sandbox": "eval.sandbox.sandbox.Sandbox",
+    "eval.evaluate.Contender": "eval.decoders.DecoderSpec",
+    "eval.evaluate.DecoderSpec": "eval.decoders.DecoderSpec",
+}
+
+
+def check_arguments(args: Sequence[str]) -> None:
+    """Raises UserError for an argument in an old spelling, with the new one."""
+    for arg in args:
+        bare = arg.lstrip("+~")
+        for pattern, mend in _CHOICES.items():
+            if match := re.fullmatch(pattern, bare):
+                raise UserError(f"{arg} is gone: {match.expand(mend)}")
+        key = bare.partition("=")[0]
+        _check_key(key)
+        if key.startswith("benchmark.problems_unseen") and not any("tiny_unseen" in a for a in args):
+            raise UserError(f"{key}: problems_unseen is a benchmark of its own now, say benchmark=[tiny,tiny_unseen]")
+
+
+def gone_group(name: str) -> str | None:
+    """What to say of a recipe of one's own that overrides a group which is gone; None for another name."""
+    if name not in (
+        "method",
+        "draft",
+        "optimizer",
+        "trainer",
+        "trajectories",
+        "calibration",
+        "evaluation",
+        "callbacks",
+    ):
+        return None
+    return f"{name} is no group of choices: begin the recipe with `defaults: [dspark, _self_]`, or another page"
+
+
+def check_config(leaves: Mapping[str, Any]) -> None:
+    """Raises UserError for an old key or `_target_` in a config by dotted path, such as one's own YAML may have."""
+    for path, value in leaves.items():
+        _check_key(path)
+        if path.endswith("_target_") and isinstance(value, str) and (new := _renamed(value)) != value:
+            raise UserError(f"{path}={value} is now {new}")
+
+
+def _check_key(path: str) -> None:
+    for pattern, new in _KEYS.items():
+        if match := re.fullmatch(pattern, path):
+            raise UserError(f"{path} is now {match.expand(new)}")
+
+
+def _renamed(target: str) -> str:
+    """The `_target_` by its name of today; its own where it never changed."""
+    for old, new in _TARGETS.items():
+        if target == old:
+            return new
+        if old.endswith(".") and target.startswith(old) and target.count(".") == old.count("."):
+            return new + target.removeprefix(old)
+    return target
+
+
+def renamed(node: Any) -> Any:
+    """A config that a run stored, with today's `_target_`s."""
+    if isinstance(node, dict):
+        return {key: _renamed(value) if key == "_target_" and isinstance(value, str) else renamed(value)
+                for key, value in node.items()}  # fmt: skip
+    return [renamed(value) for value in node] if isinstance(node, list) else node

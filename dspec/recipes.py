@@ -1,0 +1,73 @@
+"""What Hydra finds in no folder: the pages under recipes/, and the decoders of conf/decoder_variants.yaml.
+
+A page is merged in three places (conf/train.yaml has the order): its `defaults` as recipe/<name>, its body as
+page/<name>, before what swaps parts of it (data, schedule, hardware), and what stands under `real` as
+real/<name>_<data>, behind data=<data>. So data=gsm8k overrides the page's numbers, and a recipe of one's own both.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+
+from dspec.errors import UserError
+
+REAL_DATA = ("gsm8k", "jsonl")  # data of conf/data with which a page's `real` counts
+_LOGGING = {  # plain messages on stdout, for every program
+    "version": 1,
+    "formatters": {"plain": {"format": "%(message)s"}},
+    "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
+    "root": {"level": "INFO", "handlers": ["console"]},
+    "disable_existing_loggers": False,
+}
+
+
+def pages(folder: Path) -> list[Path]:
+    """The recipes under `folder`; composed/ holds what comes out of them."""
+    return sorted(path for path in folder.rglob("*.yaml") if path.parent.name != "composed")
+
+
+def store_recipes(folder: Path) -> None:
+    """Makes each page a choice of the group `recipe`: recipe=dspark, recipe=sweeps/<name>."""
+    store = ConfigStore.instance()
+    store.store(group="hydra/job_logging", name="terse", node=_LOGGING, package="hydra.job_logging")
+    for path in pages(folder):
+        page, name = yaml.safe_load(path.read_text("utf-8")), path.stem
+        group = "/".join(("recipe", *path.relative_to(folder).parts[:-1]))
+        if group == "recipe":  # of conf/train.yaml
+            page = _split(store, name, page)
+        store.store(group=group, name=name, node=page, package="_global_")
+
+
+def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any]:
+    """Stores the body and `real`; what is left are the defaults, which name both."""
+    defaults, real = page.pop("defaults", []), page.pop("real", {})
+    store.store(group="page", name=name, node=page, package="_global_")
+    for data in REAL_DATA:
+        store.store(group="real", name=f"{name}_{data}", node=real, package="_global_")
+    return {"defaults": [*defaults, {"override /page": name}, {"override /real": f"{name}_${{data}}"}]}
+
+
+def store_variants(table: Path, decoders: Path) -> None:
+    """Makes each line of `table` a choice of the group `decoder`: a file of `decoders` with what the line changes.
+
+    Raises UserError for a line that sets what its decoder does not have.
+    """
+    lines = variants(table)
+    for name, line in lines.items():
+        named, changed = line["decoder"], {key: value for key, value in line.items() if key != "decoder"}
+        origin = lines[named]["decoder"] if named in lines else named
+        settings = yaml.safe_load((decoders / f"{origin}.yaml").read_text("utf-8"))
+        if unknown := sorted(changed.keys() - settings.keys()):
+            raise UserError(f"{table}: {name} sets {', '.join(unknown)}, which decoder={origin} does not have")
+        if line.get("weights") == "base":
+            follow = {key: f"${{decoder.{named}.{key}}}" for key in settings}
+            changed = {key: value for key, value in follow.items() if key not in ("_target_", "label")} | changed
+        node = {"defaults": [f"{origin}@_here_", "_self_"], **changed}
+        ConfigStore.instance().store(group="decoder", name=name, node=node, package=f"decoder.{name}")
+
+
+def variants(table: Path) -> dict[str, dict[str, Any]]:
+    """Lines of conf/decoder_variants.yaml by name."""
+    return dict(yaml.safe_load(table.read_text("utf-8")))

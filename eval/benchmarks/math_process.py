@@ -1,0 +1,31 @@
+"""Compares pairs of LaTeX answers with math-verify; run as a script by eval/benchmarks/equivalence.py.
+
+In a process of its own, since math-verify works in main threads only, and SymPy can hang or eat all memory on a small
+expression.
+"""
+
+import re
+from collections.abc import Callable
+
+from eval.sandbox.function_process import serve
+
+_PERCENT = re.compile(r"\s*\\?%\s*$")
+
+
+def comparison() -> Callable[[str, str], bool]:
+    """`same(gold, answer)`: equal for math-verify, as given or without a per cent sign at the end."""
+    from math_verify import parse, verify
+
+    def equal(gold: str, answer: str) -> bool:
+        sides = [parse(f"$\\boxed{{{text}}}$", parsing_timeout=None) for text in (gold, answer)]
+        return bool(verify(*sides, timeout_seconds=None))
+
+    def same(gold: str, answer: str) -> bool:
+        bare = [_PERCENT.sub("", text) for text in (gold, answer)]
+        return equal(gold, answer) or (bare != [gold, answer] and equal(*bare))
+
+    return same
+
+
+if __name__ == "__main__":
+    serve(comparison, memory_bytes=4 << 30)

@@ -1,0 +1,87 @@
+"""The decoders that configs name: each function takes the keys of its file in conf/decoder.
+
+`weights` says which model decodes: the trained target, or its base before training. `base` gives that base; it is
+called when a decoder of it is first built, so that no training run holds a second model, and all decoders are handed
+the same (instantiate_decoders in dspec/config.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dspec.decoding import factory
+from dspec.decoding.base import Decoder
+from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.errors import UserError
+from dspec.models.language_model import LanguageModel
+from eval.results import AR, AR_OF_BASE
+
+Base = Callable[[], LanguageModel]
+Build = Callable[..., Decoder]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A line of the table: its label, and `build(target=, draft=)` for its decoder.
+
+    `baseline` names the decoder of the same weights at one token per pass: mismatches and speedup refer to it.
+    """
+
+    label: str
+    build: Build
+    baseline: str = AR
+
+
+def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
+    """Plain AR; the drafter is not used."""
+    return _spec(label, weights, base, factory.autoregressive)
+
+
+def speculative(
+    *, label: str, weights: str, base: Base, sequential_head: bool, refinement_passes: int, confidence_threshold: float
+) -> DecoderSpec:
+    """The trained drafter, with or without its sequential head; a threshold of 0 verifies every draft."""
+    settings: dict[str, Any] = {
+        "sequential_head": sequential_head,
+        "refinement_passes": refinement_passes,
+        "confidence_threshold": confidence_threshold,
+    }
+    return _spec(label, weights, base, partial(factory.speculative, **settings))
+
+
+def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:
+    """Drafts copied from the text so far; the drafter is not used."""
+    return _spec(label, weights, base, partial(factory.prompt_lookup, num_drafts=num_drafts, max_ngram=max_ngram))
+
+
+def jacobi(
+    *,
+    label: str,
+    weights: str,
+    base: Base,
+    block_size: int,
+    blocks: int,
+    activation: float,
+    pool_size: int,
+    candidates: int,
+) -> DecoderSpec:
+    """The target's own tokens, several per pass; the drafter is not used."""
+    plan = JacobiConfig(
+        block_size=block_size, blocks=blocks, activation=activation, pool_size=pool_size, candidates=candidates
+    )
+    return _spec(label, weights, base, partial(factory.jacobi, plan=plan))
+
+
+def _spec(label: str, weights: str, base: Base, build: Build) -> DecoderSpec:
+    """Raises UserError for `weights` that are neither."""
+    if weights not in ("trained", "base"):
+        raise UserError(f"{label}: weights={weights} must be trained (the target after training) or base (before it)")
+    if weights == "trained":
+        return DecoderSpec(label=label, build=build)
+    return DecoderSpec(label=label, build=partial(on_base, base=base, build=build), baseline=AR_OF_BASE)
+
+
+def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:
+    """What `build` makes of the base, in the trained target's dtype and on its device; a drafter is the target's."""
+    return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})

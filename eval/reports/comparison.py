@@ -1,0 +1,203 @@
+"""Methods over runs: quality, tau, tpf and speedup, and the paired differences of each two with 95 % intervals.
+
+    python -m eval.compare runs/sweep/<time>/*/       (folders of finished runs)
+
+All are pooled over a run's benchmarks. Differences of tau, tpf and speedup are paired by seed (Student's t over seeds;
+one seed gives no interval), those of quality by prompt (the mean over the seeds in common, Student's t over prompts).
+Runs of one method with one seed are told apart by the settings in which they differ.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from dspec.config import one_line_errors
+from dspec.errors import UserError
+from eval.intervals import student
+from eval.results import AR, AR_OF_BASE, UNTRUSTED, flat, load, load_verdicts, pool_rows
+
+_UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label")  # top-level keys that make no other method
+METRICS = ("tau", "tpf", "speedup")
+
+Prompt = tuple[str, str]  # benchmark, id
+
+
+@dataclass
+class Outcome:
+    """What one method did in one run: metrics over all benchmarks, and the headline verdict on each prompt."""
+
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    right: dict[Prompt, bool] = field(default_factory=dict)
+    trusted: bool = True  # whether its AR loop kept up with transformers' generate: else its speedups flatter
+
+
+Outcomes = dict[tuple[str, float], dict[int, Outcome]]  # (method, temperature) -> seed -> outcome
+Run = tuple[Path, Mapping[str, Any]]  # folder, results
+
+
+def outcomes(runs: Sequence[Run]) -> Outcomes:
+    """By method, temperature and seed. Raises UserError for a run that is there twice."""
+    found: Outcomes = defaultdict(dict)
+    for (folder, result), names in zip(runs, _names(runs), strict=True):
+        verdicts = load_verdicts(folder)
+        rows = defaultdict(list)
+        for row in result["rows"]:
+            rows[names[row["method"]], row["decoder"]["temperature"]].append(row)
+        trusted = bool(result["run"].get("ar_check", {}).get("trusted"))
+        for key, same in rows.items():
+            seed = result["run"]["seed"]
+            outcome = _outcome(same, verdicts, trusted=trusted)
+            if seed not in found[key]:
+                found[key][seed] = outcome
+            elif not _shared(same[0], result):
+                raise UserError(
+                    f"two runs of {key[0]!r} have seed {seed}: give each once, and compare runs of one target, with "
+                    "the same benchmarks and limits"
+                )
+    return dict(found)
+
+
+def _shared(row: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Whether a row is plain AR of weights that the run did not train: the same beside several methods."""
+    trains = any(other["decoder"]["name"] == AR_OF_BASE for other in result["rows"])
+    return row["decoder"]["name"] == AR_OF_BASE or (row["decoder"]["name"] == AR and not trains)
+
+
+def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows of plain AR have in common where one can stand for the other: target, prompts, sampling."""
+    source = result["run"].get("benchmarks", {}).get(row["benchmark"], {})
+    settings = sorted((name, str(value)) for name, value in row["decoder"].items())
+    return row["target"], row["benchmark"], row["n"], str(source.get("sha256")), *settings
+
+
+def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any], *, trusted: bool) -> Outcome:
+    pooled = pool_rows(rows)
+    right = {
+        (row["benchmark"], name): judged[row["quality_name"]]
+        for row in rows
+        if row["quality_name"]
+        for name, judged in verdicts[row["decoder"]["name"], row["benchmark"], row["decoder"]["temperature"]].items()
+    }
+    return Outcome({name: pooled[name] for name in METRICS}, right, trusted)
+
+
+def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """For each run, by method: its name in the table, with the settings that tell it from others of its seed."""
+    methods = dict.fromkeys(row["method"] for _, result in runs for row in result["rows"])
+    names: list[dict[str, str]] = [{} for _ in runs]
+    for method in methods:
+        having = [i for i, (_, result) in enumerate(runs) if any(row["method"] == method for row in result["rows"])]
+        seeds = [runs[i][1]["run"]["seed"] for i in having]
+        rows = {i: [row for row in runs[i][1]["rows"] if row["method"] == method] for i in having}
+        shared = all(_shared(row, runs[i][1]) for i in having for row in rows[i])
+        kinds = {(seed, *(_basis(row, runs[i][1]) for row in rows[i])) for i, seed in zip(having, seeds, strict=True)}
+        same = shared and len(kinds) == len(set(seeds))
+        differing = {} if same or len(set(seeds)) == len(seeds) else _differing([runs[i][1] for i in having])
+        for at, i in enumerate(having):
+            names[i][method] = " ".join([method, *(f"{key}={values[at]}" for key, values in differing.items())])
+    return names
+
+
+def _differing(results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Settings in which runs differ, seeds aside; of those that differ alike, the one of the shortest name."""
+    configs = [flat({k: v for k, v in r["run"]["config"].items() if k not in _UNLIKE}) for r in results]
+    paths = sorted({path for config in configs for path in config}, key=lambda path: (len(path), path))
+    found: dict[tuple[str, ...], str] = {}
+    for path in paths:
+        values = tuple(str(config.get(path)).rpartition(".")[2] if path.endswith("_target_") else str(config.get(path))
+                       for config in configs)  # fmt: skip
+        if len(set(values)) > 1 and path.rpartition(".")[2] != "seed":
+            found.setdefault(values, path.removesuffix("._target_"))
+    return {path: values for values, path in found.items()}
+
+
+def compare(folders: Sequence[Path]) -> str:
+    """The comparison as text: methods by temperature, then the differences of each two."""
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("a folder is there twice: give each run once")
+    found = outcomes([(folder, load(folder)) for folder in folders])
+    lines = []
+    for temperature in sorted({t for _, t in found}):
+        at_t = {method: by_seed for (method, t), by_seed in found.items() if t == temperature}
+        lines += [f"T={temperature:g}", *(_line(method, by_seed) for method, by_seed in at_t.items())]
+        for a, b in combinations(at_t, 2):
+            lines += _difference(a, at_t[a], b, at_t[b])
+    lines.append("differences: mean and 95 % interval, paired by seed (tau, tpf, x AR) or prompt (quality)")
+    shown = [o for by_seed in found.values() for o in by_seed.values() if o.metrics["speedup"] is not None]
+    if _mark(shown):
+        lines.append(
+            f"{UNTRUSTED} AR fell behind transformers' generate, or was not timed against it: x AR may flatter"
+        )
+    return "\n".join(lines)
+
+
+def _mark(outcomes: Iterable[Outcome]) -> str:
+    """What stands behind their speedups."""
+    return "" if all(outcome.trusted for outcome in outcomes) else UNTRUSTED
+
+
+def _quality(outcome: Outcome) -> float | None:
+    return 100 * statistics.fmean(outcome.right.values()) if outcome.right else None
+
+
+def _line(method: str, by_seed: Mapping[int, Outcome]) -> str:
+    """A method's means over its seeds, and tau by seed."""
+    parts = []
+    for name, form, value in (
+        ("quality", ".1f", _quality),
+        *((m, ".2f", lambda o, m=m: o.metrics[m]) for m in METRICS),
+    ):
+        values = [v for outcome in by_seed.values() if (v := value(outcome)) is not None]
+        if values:
+            mark = _mark(by_seed.values()) if name == "speedup" else ""
+            parts.append(f"{_SHOWN.get(name, name)} {statistics.fmean(values):{form}}{mark}")
+    taus = [f"{s}: {o.metrics['tau']:.2f}" for s, o in sorted(by_seed.items()) if o.metrics["tau"] is not None]
+    by = f"\n      tau by seed {', '.join(taus)}" if len(taus) > 1 else ""
+    return f"  {method} (seed {', '.join(map(str, sorted(by_seed)))})\n      {', '.join(parts)}{by}"
+
+
+_SHOWN = {"speedup": "x AR", "quality": "quality %"}
+
+
+def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int, Outcome]) -> list[str]:
+    """Lines for a − b; none without seeds in common, nor where all that both have is equal by being plain AR."""
+    seeds = sorted(left.keys() & right.keys())
+    if not seeds:
+        return []
+    lines = [f"  {a} − {b} (seed {', '.join(map(str, seeds))})"]
+    prompts = sorted(set.intersection(*(left[s].right.keys() & right[s].right.keys() for s in seeds)))
+    if prompts:
+        gaps = [statistics.fmean(left[s].right[p] - right[s].right[p] for s in seeds) for p in prompts]
+        lines.append(f"      {_SHOWN['quality']} {_shown([100 * gap for gap in gaps], '+.1f')}, {len(prompts)} prompts")
+    for name in METRICS:
+        pairs = [(left[s].metrics[name], right[s].metrics[name]) for s in seeds]
+        gaps = [x - y for x, y in pairs if x is not None and y is not None]
+        if len(gaps) == len(seeds):
+            mark = _mark([side[s] for side in (left, right) for s in seeds]) if name == "speedup" else ""
+            lines.append(f"      {_SHOWN.get(name, name)} {_shown(gaps, '+.2f')}{mark}")
+    return lines
+
+
+def _shown(differences: Sequence[float], form: str) -> str:
+    if len(differences) < 2:
+        return format(differences[0], form)
+    if len(set(differences)) == 1:  # no spread, no interval: zero width would claim certainty
+        return f"{differences[0]:{form}} each time"
+    mean, low, high = student(differences)
+    return f"{mean:{form}} ({low:{form}} to {high:{form}})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m eval.compare", description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders with results.json and samples.jsonl")
+    with one_line_errors():
+        print(compare(parser.parse_args().folders))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Plots of a run as PNG files: loss, acceptance per slot, reliability of the confidence before and after STS.
+
+Each function draws from plain numbers and writes one file atomically; it knows nothing of models, trackers or
+where the numbers come from. Colours are Okabe and Ito's, which colour-blind readers can tell apart, and every
+series also differs by its marker or its dash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FormatStrFormatter, MaxNLocator, PercentFormatter
+
+from dspec.atomic import atomic_file
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES = ("-", "--", "-.", ":")
+_STAGES = (("before", "before STS", "#D55E00", "s", "--"), ("after", "after STS", "#0072B2", "o", "-"))
+_STYLE: Any = {  # Any: matplotlib types its keys as a Literal of all settings
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#E6E6E6",
+    "legend.frameon": False,
+    "legend.handlelength": 2.8,
+}
+
+
+def plot_loss(steps: Sequence[int], series: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Loss terms against the optimizer step. Values that are not finite (a term not measured at that step) are
+    left out; a long series is drawn faint with its running mean over it."""
+    _check(series, length=len(steps))
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 4.2)
+        axes = figure.add_subplot()
+        for (label, values), look in zip(series.items(), _looks(), strict=False):
+            _draw_loss(axes, label, [p for p in zip(steps, values, strict=True) if math.isfinite(p[1])], look)
+        axes.set(title="Training loss", xlabel="optimizer step", ylabel="loss (mean per supervised token)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(figure, axes)
+        _save(figure, path)
+
+
+def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Conditional acceptance per slot, one line per label: the share of rounds whose token at slot k was accepted
+    among those whose slots 1..k-1 were. Rows may differ in length; NaN (slot hardly ever reached) leaves a gap."""
+    _check(rows, length=None)
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 4.2)
+        axes = figure.add_subplot()
+        for (label, values), (colour, dash, marker) in zip(rows.items(), _looks(), strict=False):
+            slots = range(1, len(values) + 1)
+            axes.plot(slots, values, color=colour, ls=dash, marker=marker, ms=6, lw=1.8, label=label)
+        lowest = min(value for values in rows.values() for value in values if math.isfinite(value))
+        axes.set(title="Conditional acceptance per draft slot", xlabel="draft slot k (tokens after the anchor)")
+        axes.set(ylabel="accepted, given slots 1..k-1 accepted (%)")
+        axes.set_ylim(max(0.0, math.floor(lowest * 10 - 0.5) / 10), 1.005)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend(figure, axes)
+        _save(figure, path)
+
+
+def plot_pareto(
+    points: Mapping[str, tuple[float, float]], *, reference: tuple[float, float, float], title: str, path: Path
+) -> None:
+    """Tokens per forward pass against quality (a share), a marker per decoder. `reference` is plain AR's quality and
+    the ends of its interval, drawn as a line in a band: lossless decoders lie on the line but for chance."""
+    _check(points, length=2)
+    quality, low, high = reference
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 3.6)
+        axes = figure.add_subplot()
+        axes.axhspan(low, high, color="#7F7F7F", alpha=0.12, lw=0)
+        axes.axhline(quality, color="#7F7F7F", ls=":", lw=1.2)
+        for i, ((label, point), (colour, _, marker)) in enumerate(zip(points.items(), _looks(), strict=False)):
+            fill = colour if i < len(_COLOURS) else "white"
+            axes.plot(*point, color=colour, marker=marker, ls="", ms=10, mfc=fill, mew=1.8, label=label, clip_on=False)
+        values = [low, high, *(y for _, y in points.values())]
+        axes.set_ylim(max(0.0, min(values) - 0.05), min(1.0, max(values) + 0.05))
+        axes.set_xlim(0.8, max(x for x, _ in points.values()) * 1.06)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol="", decimals=0))
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel="tokens per forward pass after prefill (plain AR: 1)", ylabel="quality (%)")
+        _legend(figure, axes)
+        _save(figure, path)
+
+
+def plot_roofline(
+    groups: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    notes: Mapping[str, tuple[float, float]],
+    bandwidth: float,
+    flops: float,
+    path: Path,
+) -> None:
+    """Measured passes (FLOP per byte, FLOP per second), a colour per group, under what the device can do at most;
+    `notes` are written beside their points."""
+    points = [point for group in groups.values() for point in group]
+    _check({str(i): list(point) for i, point in enumerate(points)}, length=2)
+    ridge = flops / bandwidth
+    lowest, highest = (edge(x for x, _ in points) for edge in (min, max))
+    left, right = min(lowest, ridge) / 2, max(highest, ridge) * 2
+    with rc_context(_STYLE):
+        figure = _figure(9.0, 5.0)
+        axes = figure.add_subplot()
+        axes.plot([left, ridge, right], [left * bandwidth, flops, flops], color="#000000", lw=1.5)
+        axes.axvline(ridge, color="#999999", ls=":", lw=1.0)
+        axes.annotate(f"ridge point: {ridge:.1f} FLOP/byte", (ridge, flops), xytext=(4, 6), textcoords="offset points")
+        for (label, group), (colour, _, marker) in zip(groups.items(), _looks(), strict=False):
+            axes.plot(*zip(*group, strict=True), color=colour, marker=marker, ls="", ms=6, label=label)
+        for (note, point), height in zip(notes.items(), (-42, -84), strict=False):
+            arrow = {"arrowstyle": "-", "color": "#666666", "lw": 0.8}
+            axes.annotate(note, point, xytext=(24, height), textcoords="offset points", fontsize=8, arrowprops=arrow)
+        axes.set(title="Passes of each configuration under the measured roofline", xscale="log", yscale="log")
+        axes.set(xlabel="FLOP per byte read", ylabel="FLOP per second", xlim=(left, right))
+        axes.legend(loc="upper left")
+        _save(figure, path)
+
+
+def plot_reliability(report: Mapping[str, Any], path: Path) -> None:
+    """Observed against predicted survival per slot, before and after STS, from `calibration_report`'s dict.
+    Light bars: rounds in each bin, a quarter of the panel high at the slot's fullest bin."""
+    slots = report["slots"]
+    columns = min(4, len(slots))
+    lines = math.ceil(len(slots) / columns)
+    with rc_context(_STYLE):
+        figure = _figure(max(2.7 * columns + 0.5, 5.0), 2.75 * lines + 1.0)
+        grid = figure.subplots(lines, columns, squeeze=False).flatten()
+        for axes, slot in zip(grid, slots, strict=False):
+            _draw_reliability(axes, slot, report["bins"])
+        for axes in grid[len(slots) :]:
+            axes.set_visible(False)
+        figure.supxlabel("predicted probability that draft tokens 1..k are all accepted", fontsize=10)
+        figure.supylabel("observed share of rounds", fontsize=10)
+        handles, labels = grid[0].get_legend_handles_labels()
+        bars = Patch(color="#7F7F7F", alpha=0.3, lw=0)
+        handles, labels = [*handles, bars], [*labels, "rounds in the bin"]
+        figure.legend(handles, labels, loc="outside upper center", ncols=4 if columns > 2 else 2)
+        _save(figure, path)
+
+
+def plot_rounds(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Milliseconds of one round as stacked bars, one bar per method, one segment per span."""
+    with rc_context(_STYLE):
+        figure = _figure(8.0, 1.4 + 0.5 * len(bars))
+        axes = figure.add_subplot()
+        left = dict.fromkeys(bars, 0.0)
+        names = list(dict.fromkeys(name for spans in bars.values() for name in spans))
+        for i, name in enumerate(names):
+            widths = [spans.get(name, 0.0) for spans in bars.values()]
+            hatch = "//" if i >= len(_COLOURS) else None
+            colour = _COLOURS[i % len(_COLOURS)]
+            axes.barh(list(bars), widths, left=list(left.values()), color=colour, hatch=hatch, label=name, alpha=0.85)
+            left = {method: left[method] + w for method, w in zip(bars, widths, strict=True)}
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(title="Where a round's time goes (plain AR: one token)", xlabel="milliseconds")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+        _save(figure, path)
+
+
+def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Milliseconds against K, a line per context length: verifying (with its attention alone, dashed) and drafting."""
+    with rc_context(_STYLE):
+        figure = _figure(9.0 if draft else 5.5, 4.0)
+        panels = figure.subplots(1, 2 if draft else 1, squeeze=False)[0]
+        contents = (
+            ("Verify K tokens", verify, ("attention", "rest", "lm_head")),
+            ("Draft K slots", draft, ("forward", "lm_head", "sequential_head")),
+        )
+        for axes, (title, lines, parts) in zip(panels, contents, strict=False):
+            for context, (colour, _, marker) in zip(
+                dict.fromkeys(line["context"] for line in lines), _looks(), strict=False
+            ):
+                chosen = [line for line in lines if line["context"] == context]
+                tokens = [line["tokens"] for line in chosen]
+                whole = [sum(line[part] for part in parts) for line in chosen]
+                axes.plot(tokens, whole, color=colour, marker=marker, ms=5, lw=1.6, label=f"L = {context}")
+                if "attention" in parts:
+                    axes.plot(tokens, [line["attention"] for line in chosen], color=colour, ls="--", lw=1.2)
+            axes.set_xscale("log", base=2)
+            axes.set(title=title, xlabel="K", ylabel="milliseconds")
+            axes.set_ylim(bottom=0)
+            axes.set_xticks(sorted({line["tokens"] for line in lines}), minor=False)
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+            axes.legend(title="dashed: attention" if "attention" in parts else None)
+        _save(figure, path)
+
+
+def plot_tau_by_position(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """tau of the rounds that began in each stretch of the answer, one line per label."""
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 4.2)
+        axes = figure.add_subplot()
+        for (label, points), (colour, dash, marker) in zip(curves.items(), _looks(), strict=False):
+            starts, taus = zip(*points, strict=True)
+            axes.plot(starts, taus, color=colour, ls=dash, marker=marker, ms=5, lw=1.6, label=label)
+        axes.set(title="tau along the answer", xlabel="tokens of the answer so far", ylabel="tokens per round")
+        axes.set_ylim(bottom=1.0)
+        _legend(figure, axes)
+        _save(figure, path)
+
+
+def _draw_loss(axes: Axes, label: str, points: Sequence[tuple[int, float]], look: tuple[str, str, str]) -> None:
+    colour, dash, marker = look
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    reach = len(points) // 60
+    if reach:
+        axes.plot(steps, values, color=colour, lw=0.8, alpha=0.25)
+        label = f"{label} (mean of {2 * reach + 1})"
+    sparse = len(points) <= 40
+    axes.plot(
+        steps, _running_mean(values, reach), color=colour, ls=dash, marker=marker if sparse else None, label=label
+    )
+
+
+def _running_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean over i - reach .. i + reach, cut at the ends."""
+    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
+def _draw_reliability(axes: Axes, slot: Mapping[str, Any], bins: int) -> None:
+    axes.plot([0, 1], [0, 1], color="#7F7F7F", ls=":", lw=1.2, label="perfect calibration")
+    fullest = max(1, *slot["curve_before"]["count"], *slot["curve_after"]["count"])
+    for side, (when, label, colour, marker, dash) in enumerate(_STAGES):
+        curve = slot[f"curve_{when}"]
+        left = [centre + (side - 1) * 0.45 / bins for centre in curve["centre"]]
+        height = [0.25 * count / fullest for count in curve["count"]]
+        axes.bar(left, height, width=0.45 / bins, align="edge", color=colour, alpha=0.3, lw=0)
+        x, y = ([math.nan if v is None else v for v in curve[name]] for name in ("predicted", "observed"))
+        axes.plot(x, y, color=colour, ls=dash, marker=marker, ms=3.5, lw=1.2, label=label, clip_on=False)
+    ticks = ["0", "0.5", "1"]
+    before, after = (_percent(slot[f"ece_{when}"]) for when, *_ in _STAGES)
+    axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title=f"slot {slot['slot']}: ECE {before} → {after} %")
+    axes.set(xticks=[0, 0.5, 1], yticks=[0, 0.5, 1], xticklabels=ticks, yticklabels=ticks)
+    axes.text(0.04, 0.95, f"{slot['valid']:,} rounds", va="top", fontsize=8, color="#555555")
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}"
+
+
+def _looks() -> Iterator[tuple[str, str, str]]:
+    """Colour, dash and marker of each series in turn."""
+    return zip(cycle(_COLOURS), cycle(_DASHES), cycle(_MARKERS), strict=False)
+
+
+def _check(series: Mapping[str, Sequence[float]], *, length: int | None) -> None:
+    for label, values in series.items():
+        if length is not None and len(values) != length:
+            raise ValueError(f"{label}: {len(values)} values for {length} steps")
+    if not any(math.isfinite(value) for values in series.values() for value in values):
+        raise ValueError("nothing to plot: no finite value in any series")
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Below the panel, never over a curve; two columns of labels that may be long."""
+    handles, labels = axes.get_legend_handles_labels()
+    columns = 2 if len(labels) > 1 and max(map(len, labels)) > 12 else min(4, len(labels))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.18 * -(-len(labels) // columns))
+
+
+def _figure(width: float, height: float) -> Figure:
+    """A figure of its own (inches): no pyplot, no global state."""
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with atomic_file(path) as scratch:
+        figure.savefig(scratch, format="png")

@@ -1,0 +1,168 @@
+"""Rows of results.json as text: for a terminal of 80 columns, as Markdown and as CSV. Pure functions."""
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from eval.results import UNTRUSTED
+
+Row = Mapping[str, Any]
+
+WIDTH = 80
+LOSSLESS = "="  # behind the quality of a row that has the distribution of another row
+
+
+def number(value: float | None, form: str) -> str:
+    """A dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def quality(row: Row) -> str:
+    """Per cent, and the ends of the 95 % interval."""
+    if row["quality"] is None:
+        return "–"
+    low, high = row["interval_95"]["quality"]
+    return f"{100 * row['quality']:.1f} ({100 * low:.0f}-{100 * high:.0f})"
+
+
+def marked_lossless(row: Row) -> bool:
+    """Whether the row's outputs have the distribution of its serial row's: another quality is chance, or rounding."""
+    return bool(row["lossless"]) and row["decoder"]["name"] != row["serial"]
+
+
+def group(row: Row) -> tuple[str, float]:
+    return row["benchmark"], row["decoder"]["temperature"]
+
+
+def _columns(rows: Sequence[Row], *, mark: str) -> dict[str, Callable[[Row], str]]:
+    """Header -> cell; `mark` stands behind speedups."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "method": lambda r: r["method"],
+        "quality %": lambda r: quality(r) + (LOSSLESS if marked_lossless(r) else " "),
+        "tau": lambda r: number(r["tau"], ".2f"),
+        "tpf": lambda r: number(r["tpf"], ".2f"),
+        "NFE": lambda r: str(r["nfe"]),
+        "tok/s": lambda r: f"{r['tokens_per_second']:.0f}",
+        "x AR": lambda r: f"{r['speedup']:.2f}{mark}",
+    }
+    if any(row["speedup"] != row["speedup_vs_base_ar"] for row in rows):  # the target's own weights were trained
+        columns["x base"] = lambda r: f"{r['speedup_vs_base_ar']:.2f}{mark}"
+    columns["diff"] = lambda r: number(r["mismatches"], "d")
+    return columns
+
+
+def title(row: Row) -> str:
+    """The line above the rows of a benchmark and temperature; answers without a verdict are counted there."""
+    named = f", {row['quality_name']}" if row["quality_name"] else ""
+    undecided = row.get("verdicts", {}).get("undecided", 0.0)
+    left = f", {100 * undecided:.1f} % undecided" if undecided else ""
+    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{named}{left}"
+
+
+def table(rows: Sequence[Row], *, trusted: bool) -> str:
+    """One line per row, under a line for each benchmark and temperature; quality before speed."""
+    columns = _columns(rows, mark="" if trusted else UNTRUSTED)
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    undecided = {group(row): title(row) for row in sorted(rows, key=_undecided)}  # the most of the group
+    return aligned(list(columns), cells, titles=[undecided[group(row)] for row in rows])
+
+
+def _undecided(row: Row) -> float:
+    return float(row.get("verdicts", {}).get("undecided", 0.0))
+
+
+def aligned(headers: Sequence[str], cells: Sequence[Sequence[str]], *, titles: Sequence[str] = ()) -> str:
+    """Lines of at most `WIDTH` characters: headers, then the rows, the first column to the left, the others to the
+    right. A first cell too long for its column has a line of its own. `titles` (one per row) stand above the rows
+    that share them."""
+    indent = "  " if titles else ""
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    longest = max([len(headers[0]), *(len(indent) + len(row[0]) for row in cells)])
+    widths[0] = max(len(headers[0]), min(longest, WIDTH - sum(w + 1 for w in widths[1:])))
+    lines, previous = [_line(headers, widths)], None
+    for i, (first, *rest) in enumerate(cells):
+        if titles and titles[i] != previous:
+            lines.append(titles[i])
+            previous = titles[i]
+        name = indent + first
+        if len(name) > widths[0]:
+            lines.append(name)
+            name = ""
+        lines.append(_line([name, *rest], widths))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first = cells[0].ljust(widths[0])
+    return " ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]).rstrip()
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the table's headers and marks mean, as far as they occur."""
+    lines = ["(low-high): 95 % interval over prompts (Wilson)."]
+    if any(map(marked_lossless, rows)):
+        lines.append(f"{LOSSLESS}: lossless, distributed as its AR row: other quality is chance or rounding.")
+    lines.append("x AR: tokens per second over AR of the same weights, median over prompts.")
+    if any(row["speedup"] != row["speedup_vs_base_ar"] for row in rows):
+        lines.append("x base: the same over AR of the base that was trained.")
+    lines.append("diff: greedy answers that differ from AR's.")
+    if any(map(_undecided, rows)):
+        lines.append("undecided: the judge came to no end (the most of any row); not right then.")
+    return "\n".join(lines)
+
+
+def gate_note(check: Mapping[str, Any]) -> str:
+    """How our AR loop stands against transformers' generate."""
+    if check["trusted"] is None:
+        return f"{UNTRUSTED} AR was not timed against transformers' generate (generate_prompts=0)"
+    count, floor, found = check["batches"], check["floor"], f"{check['ar_over_generate']:.2f}x"
+    spread = f"{count} batch{'es' if count != 1 else ''} of {check['batch_size']}"
+    undecided = ""
+    if check["interval_95"] is not None:
+        low, high = check["interval_95"]
+        spread = f"{low:.2f} to {high:.2f}, {spread}"
+        undecided = f",\n  undecided: {floor:g} lies between" if low < floor <= high else ""
+    found = f"AR runs at {found} the speed of transformers' generate"
+    if check["trusted"]:
+        return f"{found}\n  ({spread}){undecided}"
+    return f"{UNTRUSTED} {found},\n  below {floor:g} ({spread}){undecided}: speedups over it may flatter"
+
+
+def line(row: Row, *, trusted: bool) -> str:
+    """A row that is done, in one line."""
+    found = [f"tpf {number(row['tpf'], '.2f')}", f"x AR {row['speedup']:.2f}{'' if trusted else UNTRUSTED}"]
+    if row["quality"] is not None:
+        found.insert(0, f"{quality(row)} %")
+    return f"  {row['benchmark']} T={row['decoder']['temperature']:g}, {row['method']}: {', '.join(found)}"
+
+
+def markdown(rows: Sequence[Row], *, trusted: bool) -> str:
+    """The table, with benchmark, T and n in columns of their own."""
+    columns = _columns(rows, mark="" if trusted else r"\*")
+    headers = ["benchmark", "T", "n", *columns]
+    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * 4 + "---:|" * (len(headers) - 4)]
+    for row in rows:
+        cells = [row["benchmark"], f"{row['decoder']['temperature']:g}", str(row["n"])]
+        cells += [cell(row).strip().replace("|", r"\|") for cell in columns.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+_PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "nfe", "tokens", "tokens_per_second", "speedup",
+          "speedup_vs_base_ar", "mismatches", "lossless")  # fmt: skip
+
+
+def as_csv(rows: Sequence[Row], *, trusted: bool | None) -> str:
+    """Numbers in full, one line per row; `trusted` says whether its speedups are."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    ends = [f"{name}_{end}" for name in ("quality", "tau", "tpf", "speedup") for end in ("low", "high")]
+    writer.writerow(["benchmark", "temperature", "method", "decoder", "target", "n", *_PLAIN, *ends, "speedup_trusted"])
+    for row in rows:
+        named = [row["benchmark"], row["decoder"]["temperature"], row["method"], row["decoder"]["name"], row["target"]]
+        intervals = [row["interval_95"][name] or (None, None) for name in ("quality", "tau", "tpf", "speedup")]
+        writer.writerow(
+            [*named, row["n"], *(row[name] for name in _PLAIN), *(x for i in intervals for x in i), trusted]
+        )
+    return file.getvalue()

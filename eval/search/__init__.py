@@ -1,0 +1,1 @@
+"""The search for the fastest configuration of Jacobi decoding on the device at hand."""

@@ -1,0 +1,155 @@
+"""The search: every configuration decodes the same prompts, prompt by prompt in turn with plain AR, greedily.
+
+What is decoded is the same for all; tokens that differ from plain AR's (float ties) are counted, and quality stands
+beside. Timing leaves out a warm-up; which configuration goes first changes from prompt to prompt.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from dspec.atomic import write_json
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.base import Decoder, Generation, Request, decode
+from dspec.decoding.jacobi import Jacobi
+from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.sampling import GREEDY
+from dspec.decoding.stopping import StopStrings
+from dspec.errors import UserError
+from dspec.models.language_model import LanguageModel
+from dspec.provenance import provenance
+from dspec.seeding import prompt_seed
+from dspec.terminal import quiet
+from eval.benchmarks.base import Benchmark, Item
+from eval.evaluate import encode, rotated
+from eval.gate import timed
+from eval.load import load_model
+from eval.progress import Meter
+from eval.search.roofline import Roofline, measure_roofline, pass_cost
+from eval.search.settings import SearchSettings
+from eval.search.tables import Point, plot, show, verdict
+
+log = logging.getLogger(__name__)
+Prompt = tuple[Benchmark, Item, list[int]]
+
+
+class Search:
+    """Decodes with each configuration and measures it."""
+
+    def __init__(self, settings: SearchSettings) -> None:
+        self.settings, self.plans = settings, settings.plans
+
+    def __call__(self, target: LanguageModel, prompts: Sequence[Prompt], *, seed: int) -> tuple[list[Point], Roofline]:
+        """A point per configuration, plain AR's first, and the roofline."""
+        roofline = measure_roofline(
+            target.device, target.dtype, stream_mb=self.settings.stream_mb, matrix=self.settings.matrix
+        )
+        decoders: list[Decoder] = [Autoregressive(target=target)]
+        decoders += [Jacobi(target=target, config=plan) for plan in self.plans]
+        results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
+        right: list[list[bool]] = [[] for _ in decoders]
+        with Meter("search") as meter:
+            meter.phase("warm-up")
+            for prompt in prompts[: self.settings.warmup]:
+                for decoder in decoders:
+                    self._decode(target, decoder, prompt, seed)
+            meter.expect(len(prompts) * len(decoders), done=0)
+            meter.phase(f"{len(self.plans)} configurations and AR")
+            for number, prompt in enumerate(prompts):
+                for i in rotated(range(len(decoders)), number):
+                    generation, seconds, verdict = self._decode(target, decoders[i], prompt, seed)
+                    results[i].append((generation, seconds))
+                    right[i] += [] if verdict is None else [verdict]
+                    meter.advance(1)
+        # keys that a pass finds: the prompt, and half of the answer on average
+        context = sum(len(p[2]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
+        plans: list[JacobiConfig | None] = [None, *self.plans]
+        return [
+            point(target, plan, decoded, results[0], judged, context=context / len(prompts), roofline=roofline)
+            for plan, decoded, judged in zip(plans, results, right, strict=True)
+        ], roofline
+
+    @staticmethod
+    def _decode(
+        target: LanguageModel, decoder: Decoder, prompt: Prompt, seed: int
+    ) -> tuple[Generation, float, bool | None]:
+        """The answer, its seconds and the headline verdict, if the benchmark has one."""
+        benchmark, item, ids = prompt
+        strings = StopStrings(target.tokenizer, benchmark.stop)
+        asked = Request(
+            ids=ids,
+            sampling=GREEDY,
+            max_new_tokens=benchmark.max_new_tokens,
+            stop_ids=target.stop_ids,
+            seed=prompt_seed(seed, item.id),
+            should_stop=strings if benchmark.stop else None,
+        )
+        (generation,), seconds = timed(target, partial(decode, decoder, [asked]))
+        text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
+        return generation, seconds, benchmark.score(item, text).get(benchmark.quality)
+
+
+def point(
+    target: LanguageModel,
+    plan: JacobiConfig | None,
+    decoded: Sequence[tuple[Generation, float]],
+    serial: Sequence[tuple[Generation, float]],
+    right: Sequence[bool],
+    *,
+    context: float,
+    roofline: Roofline,
+) -> Point:
+    """What one configuration did; the prefill's time is in tokens per second, but not among the passes. `right` are the
+    verdicts on those prompts that are judged, `context` the keys that a pass finds on average."""
+    generations = [g for g, _ in decoded]
+    forwards = sum(g.forwards for g in generations)
+    seconds = sum(s for _, s in decoded)
+    rows = sum(g.branch_forwards for g in generations) / forwards
+    positions = sum(g.positions_computed for g in generations) / forwards
+    flops, read = pass_cost(target, positions=positions, context=context)
+    return {
+        "plan": asdict(plan) if plan is not None else None,
+        "quality": sum(right) / len(right) if right else None,
+        "tpf": sum(len(g.tokens) - g.prefill_tokens for g in generations) / forwards,
+        "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
+        "positions_per_pass": positions,
+        "rows_per_pass": rows,
+        "intensity": flops / read,
+        "flops": flops * forwards / seconds,
+        "share_of_roofline": flops * forwards / seconds / roofline.attainable(flops / read),
+        "mismatches": sum(a.tokens != b.tokens for (a, _), (b, _) in zip(decoded, serial, strict=True)),
+    }
+
+
+def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSettings) -> None:
+    """One search in Hydra's run folder."""
+    quiet()
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    torch.set_num_threads(torch.get_num_threads())
+    loaded = load_model(cfg)
+    prompts = [
+        (benchmark, item, encode(loaded.target, benchmark, item, loaded.policy))
+        for benchmark in benchmarks.values()
+        for item in benchmark.items()[: cfg.limit]
+    ]
+    if not prompts:
+        raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
+    log.info("searching %d configurations on %d prompts in %s", len(settings.plans), len(prompts), run_dir)
+    with torch.inference_mode():
+        points, roofline = Search(settings)(loaded.target, prompts, seed=cfg.seed)
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    dtype = str(loaded.target.dtype).removeprefix("torch.")
+    made = provenance(
+        seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(loaded.target.tokenizer)
+    )
+    measured = asdict(roofline) | {"ridge_point": roofline.ridge_point}
+    write_json(run_dir / "search.json", {"run": made, "roofline": measured, "points": points})
+    plot(points, roofline, run_dir / "plots" / "roofline.png")
+    print(f"{show(points, roofline)}\n\n{verdict(points, roofline)}\nnumbers and plot: {run_dir}")

@@ -1,0 +1,40 @@
+"""What the search tries. Imports nothing heavy: a mistake in it is answered before torch loads."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """The grid and how it is measured. `activations` matter with several blocks in flight alone: with one, the first
+    stands for all. Raises UserError for a grid without points or a point that cannot be decoded."""
+
+    block_sizes: Sequence[int]
+    candidates: Sequence[int]
+    blocks: Sequence[int]
+    activations: Sequence[float]
+    pool_size: int
+    warmup: int  # prompts that each configuration decodes untimed first
+    stream_mb: int  # MB read to measure the bandwidth of memory: beyond any cache
+    matrix: int  # width of the square matrices whose product is timed
+
+    def __post_init__(self) -> None:
+        if not (self.block_sizes and self.candidates and self.blocks and self.activations):
+            raise UserError("search needs at least one value of block_sizes, candidates, blocks and activations")
+        for name, least in (("warmup", 0), ("stream_mb", 1), ("matrix", 1)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise UserError(f"search.{name}={value} must be a whole number, at least {least}")
+        _ = self.plans
+
+    @property
+    def plans(self) -> list[JacobiConfig]:
+        """Each configuration once."""
+        return [
+            JacobiConfig(block_size=n, blocks=k, activation=r, pool_size=self.pool_size, candidates=c)
+            for n, c, k, r in itertools.product(self.block_sizes, self.candidates, self.blocks, self.activations)
+            if k > 1 or r == self.activations[0]
+        ]

@@ -1,0 +1,1 @@
+"""What rounds and forward passes cost on the device at hand."""

@@ -1,0 +1,144 @@
+"""A speed report as text of at most 80 columns, and its plots. Pure functions of speed.json's parts."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.reports.plots import plot_costs, plot_rounds, plot_tau_by_position
+from eval.reports.table import WIDTH, aligned, number
+from eval.results import UNTRUSTED
+
+_ABREAST = 4  # decoders in one table of rounds
+_HEADS = {"forward": "pass", "lm_head": "LM head", "sequential_head": "seq. head"}
+
+Line = dict[str, Any]
+
+
+def speed_table(lines: Sequence[Line], *, trusted: bool) -> str:
+    """Quality, then tokens per second as LoPA's table has them: over all, of the fastest batch, of the ten fastest."""
+    priced = any(line["price_per_million"] is not None for line in lines)
+    headers = [
+        "method",
+        "quality %",
+        "tau",
+        "tok/s",
+        "max",
+        "top 10",
+        "s/sample",
+        "x AR",
+        *(["per 1M"] if priced else []),
+    ]
+    cells = [
+        [
+            line["method"],
+            number(None if line["quality"] is None else 100 * line["quality"], ".1f"),
+            number(line["tau"], ".2f"),
+            *(f"{line[name]:.0f}" for name in ("average", "max", "top10")),
+            f"{line['seconds_per_sample']:.3f}",
+            f"{line['speedup']:.2f}{'' if trusted else UNTRUSTED}",
+            *([number(line["price_per_million"], ".2f")] if priced else []),
+        ]
+        for line in lines
+    ]
+    return aligned(headers, cells, titles=[f"{line['benchmark']}, T={line['temperature']:g}" for line in lines])
+
+
+def round_tables(rounds: Sequence[Line], *, trusted: bool) -> str:
+    """Milliseconds of a round and their share, span by span; then what models alone would allow. Some decoders beside
+    each other, the others below."""
+    batch = f", a row's share at batch {rounds[0]['batch_size']}" if rounds[0]["batch_size"] > 1 else ""
+    parts = [f"a round on {rounds[0]['benchmark']}: ms, share{batch}"]
+    for start in range(0, len(rounds), _ABREAST):
+        parts.append(_round_table(rounds[start : start + _ABREAST], span_names(rounds), trusted=trusted))
+    return "\n".join(parts)
+
+
+def _round_table(rounds: Sequence[Line], names: Sequence[str], *, trusted: bool) -> str:
+    cells = [
+        [
+            ("  of it " + n.split("/")[1]) if "/" in n else n,
+            *(_share(r["spans"].get(n), r["milliseconds"]) for r in rounds),
+        ]
+        for n in names
+    ]
+    cells.append(["between spans", *(_share(r["between spans"], r["milliseconds"]) for r in rounds)])
+    cells.append(["round", *(f"{r['milliseconds']:.2f}     " for r in rounds)])
+    cells.append(["without barriers", *(f"{r['unsynchronised']:.2f}     " for r in rounds)])
+    mark = "" if trusted else UNTRUSTED
+    for key, label, form in (("ideal", "ideal speedup", ".2f"), ("achieved", "achieved of it", ".0%")):
+        shown = ["–" if r["ideal"] is None else f"{r['ideal'][key]:{form}}{mark}" for r in rounds]
+        cells.append([label, *shown])
+    methods = [textwrap.wrap(r["method"], 13) for r in rounds]
+    deep = max(map(len, methods))
+    heads = [["", *(lines[i] if i < len(lines) else "" for lines in methods)] for i in range(deep)]
+    return aligned(heads[0], [*heads[1:], *cells])
+
+
+def span_names(rounds: Sequence[Line]) -> list[str]:
+    """All spans, each nested one behind its outer one."""
+    names = list(dict.fromkeys(name for line in rounds for name in line["spans"]))
+    outer = [name for name in names if "/" not in name]
+    return [n for top in outer for n in (top, *(m for m in names if m.startswith(f"{top}/")))]
+
+
+def _share(milliseconds: float | None, whole: float) -> str:
+    return "–" if milliseconds is None else f"{milliseconds:.2f} {milliseconds / whole:4.0%}"
+
+
+def cost_table(title: str, lines: Sequence[Line], parts: Sequence[str]) -> str:
+    """One row per context length L and K: milliseconds of the parts and of all, and all over that of the smallest K."""
+    cells = [
+        [
+            str(line["tokens"]),
+            *(f"{line[part]:.2f}" for part in parts),
+            f"{sum(line[part] for part in parts):.2f}",
+            f"{line['ratio']:.2f}x",
+        ]
+        for line in lines
+    ]
+    heads = ["K", *(_HEADS.get(part, part) for part in parts), "all", "ratio"]
+    titles = [f"{title} after L={line['context']} tokens, ms" for line in lines]
+    return aligned(heads, cells, titles=titles)
+
+
+def position_text(lines: Sequence[Line], width: int) -> str:
+    """tau, and in brackets the rounds, by where in the answer a round began."""
+    shown = [f"tau (rounds) of the rounds begun in each {width} tokens of an answer"]
+    for line in (line for line in lines if line["tau_by_position"]):
+        bins = (f"{b['start']}+: {b['tau']:.2f} ({b['rounds']})" for b in line["tau_by_position"])
+        shown.append(f"{line['benchmark']}, T={line['temperature']:g}, {line['method']}")
+        shown.append(textwrap.fill(", ".join(bins), WIDTH, initial_indent="  ", subsequent_indent="  "))
+    return "\n".join(shown)
+
+
+def report(done: Line, *, width: int, trusted: bool, run_dir: Path) -> None:
+    """Prints the tables and draws the plots."""
+    texts = [speed_table(done["speeds"], trusted=trusted), round_tables(done["rounds"], trusted=trusted)]
+    texts.append(cost_table("verify K tokens", done["verify_cost"], ("attention", "rest", "lm_head")))
+    if done["draft_cost"]:
+        texts.append(cost_table("draft K slots", done["draft_cost"], ("forward", "lm_head", "sequential_head")))
+    if any(line["tau_by_position"] for line in done["speeds"]):
+        texts.append(position_text(done["speeds"], width))
+    if not trusted:
+        texts.append(f"{UNTRUSTED} speedups over an AR loop that is not shown to keep up (see above)")
+    print("\n\n".join(texts))
+    _plots(done, run_dir / "plots")
+    print(f"speed.json and plots: {run_dir}")
+
+
+def _plots(done: Line, folder: Path) -> None:
+    names = [name for name in span_names(done["rounds"]) if "/" not in name]
+    bars = {
+        line["method"]: {n: line["spans"].get(n, 0.0) for n in names} | {"between spans": line["between spans"]}
+        for line in done["rounds"]
+    }
+    plot_rounds(bars, folder / "rounds.png")
+    plot_costs(done["verify_cost"], done["draft_cost"], folder / "costs.png")
+    curves = {
+        f"{line['method']}, {line['benchmark']}": [(b["start"], b["tau"]) for b in line["tau_by_position"]]
+        for line in done["speeds"]
+        if line["tau_by_position"] and line["temperature"] == done["speeds"][0]["temperature"]
+    }
+    if curves:
+        plot_tau_by_position(curves, folder / "tau_by_position.png")

@@ -1,0 +1,121 @@
+"""Decoders as configs name them: flat keys reach them, the base is loaded once and late, names stay."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from dspec.config import CONF, VARIANTS, composed, instantiate_decoders
+from dspec.decoding import factory
+from dspec.decoding.sampling import GREEDY
+from dspec.errors import UserError
+from dspec.models.language_model import LanguageModel
+from dspec.recipes import store_variants, variants
+from eval.decoders import on_base
+
+FILES = sorted(path.stem for path in (CONF / "decoder").glob("*.yaml"))
+BASES = ["base_autoregressive", "base_jacobi_single", "base_jacobi_recycling", "base_jacobi_multiblock", "base_jacobi"]
+TRAINED = ["autoregressive", "jacobi_single", "jacobi_recycling", "jacobi_multiblock", "jacobi"]
+
+
+@pytest.fixture
+def loads(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[LanguageModel]:
+    """`target=tiny` gives a toy; the models that were loaded."""
+    made: list[LanguageModel] = []
+
+    def load(**_: Any) -> LanguageModel:
+        made.append(toys.target(seed=len(made), dtype=torch.float32))
+        return made[-1]
+
+    monkeypatch.setattr("dspec.models.language_model.embedded_target", load)
+    return made
+
+
+def test_the_base_is_loaded_once_and_not_before_it_is_needed(loads: list[LanguageModel], toys: SimpleNamespace) -> None:
+    cfg = composed("train", ["recipe=jacobi_forcing"])
+    specs = instantiate_decoders(cfg)
+    assert list(specs) == [*BASES, *TRAINED]  # the table's order
+    assert loads == []  # nothing beside the target that is trained
+    target = toys.target(seed=9)
+    built = [{name: spec.build(target=target, draft=None) for name, spec in specs.items()} for _ in range(2)]
+    (base,) = loads
+    for decoders in built:
+        assert all(decoders[name].target is base for name in BASES)
+        assert all(decoders[name].target is target for name in TRAINED)
+    assert {specs[name].baseline for name in BASES} == {"base_autoregressive"}
+    assert {specs[name].baseline for name in TRAINED} == {"autoregressive"}
+
+
+def test_the_base_decodes_in_the_targets_dtype(toys: SimpleNamespace) -> None:
+    """Trained weights may have been cast; a baseline in another precision would be another baseline."""
+    target, base = toys.target(), toys.target(seed=1, dtype=torch.float32)
+    decoder = on_base(target=target, draft=None, base=lambda: base, build=factory.autoregressive)
+    assert decoder.target is base  # type: ignore[attr-defined]
+    assert base.dtype == target.dtype == torch.float64
+
+
+def test_flat_keys_reach_the_decoder(toys: SimpleNamespace) -> None:
+    said = ["blocks=3", "block_size=5", "activation=0.5", "pool_size=2", "candidates=1"]
+    cfg = composed("eval", ["target=tiny", "decoder=jacobi", *(f"decoder.jacobi.{key}" for key in said)])
+    decoder = instantiate_decoders(cfg)["jacobi"].build(target=toys.target(), draft=None)
+    settings = decoder.settings(GREEDY)
+    assert {key: settings[key] for key in ("blocks", "block_size", "activation", "pool_size", "candidates")} == {
+        "blocks": 3, "block_size": 5, "activation": 0.5, "pool_size": 2, "candidates": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FILES, *variants(VARIANTS)])
+def test_every_name_is_a_choice_with_numbers_of_its_own(name: str, toys: SimpleNamespace) -> None:
+    line = variants(VARIANTS).get(name, {"decoder": name})
+    beside = [line["decoder"]] if line.get("weights") == "base" else []
+    cfg = composed("eval", ["target=tiny", f"decoder=[{','.join([name, *beside])}]", "label=mine"])
+    node = cfg.decoder[name]
+    assert not any(isinstance(value, dict) for value in node.values())
+    assert {key: node[key] for key in line if key not in ("decoder", "label")} == {
+        key: value for key, value in line.items() if key not in ("decoder", "label")
+    }
+    if not beside:
+        target = toys.target()
+        draft = toys.draft(target, head="vanilla")
+        instantiate_decoders(cfg)[name].build(target=target, draft=draft)
+
+
+def test_a_decoder_of_the_base_has_the_settings_of_the_one_it_names() -> None:
+    own = ["decoder=[base_jacobi,base_jacobi_single,jacobi,jacobi_single]", "decoder.jacobi.blocks=3"]
+    cfg = composed("eval", ["target=tiny", *own, "decoder.jacobi_single.activation=0.5"])
+    for name in ("jacobi", "jacobi_single"):
+        same = set(cfg.decoder[name]) - {"label", "weights"}
+        assert {key: cfg.decoder[f"base_{name}"][key] for key in same} == {key: cfg.decoder[name][key] for key in same}
+    assert cfg.decoder.base_jacobi.label == "base, K=3 + recycling"
+    with pytest.raises(UserError, match=r"say decoder=\[...,base_jacobi,jacobi\]"):
+        composed("eval", ["target=tiny", "decoder=base_jacobi"])
+
+
+LABELS = {  # as results and tables had them when each decoder was a file of its own
+    "autoregressive": "AR", "speculative": "L", "speculative_head_off": "L, head off",
+    "refined_once": "L, refined once", "refined_twice": "L, refined twice", "prompt_lookup": "prompt lookup", "jacobi": "L, K=2 + recycling",
+    "jacobi_single": "L, Jacobi", "jacobi_recycling": "L, recycling", "jacobi_multiblock": "L, K=2",
+    "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
+    "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
+}  # fmt: skip
+
+
+def test_labels_are_those_of_older_results() -> None:
+    cfg = composed("eval", ["target=tiny", "label=L", f"decoder=[{','.join(LABELS)}]"])
+    assert {str(name): node.label for name, node in cfg.decoder.items()} == LABELS
+    assert LABELS.keys() == {*FILES, *variants(VARIANTS)}
+
+
+def test_a_variant_cannot_set_what_its_decoder_lacks(tmp_path: Any) -> None:
+    table = tmp_path / "decoder_variants.yaml"
+    table.write_text(yaml.safe_dump({"wide": {"decoder": "jacobi", "blcks": 4}}))
+    with pytest.raises(UserError, match="wide sets blcks"):
+        store_variants(table, CONF / "decoder")
+
+
+def test_weights_are_trained_or_base() -> None:
+    cfg = composed("eval", ["target=tiny", "decoder.autoregressive.weights=old"])
+    with pytest.raises(UserError, match="weights=old must be trained"):
+        instantiate_decoders(cfg)

@@ -1,0 +1,60 @@
+"""Stored configs under old names (tests/eval/old_runs: composed at commit 9238894) mean what they meant."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.utils import get_object
+
+from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
+from eval.compare import _differing
+from eval.results import flat, read_results
+
+OLD = Path(__file__).parent / "eval" / "old_runs"
+RUNS = sorted(path.stem for path in OLD.glob("*.json"))
+
+
+def stored(name: str) -> dict[str, Any]:
+    return dict(json.loads((OLD / f"{name}.json").read_text()))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_an_old_config_names_is_there(name: str) -> None:
+    """But for its decoders: an evaluation brings its own."""
+    config = stored(name)
+    del config["decoder"]
+    paths = [path for path in flat(config) if path.endswith("_target_")]
+    gone = [path for path in paths if not _there(flat(config)[path])]
+    assert len(gone) >= 5
+    assert all(_there(flat(renamed(config))[path]) for path in paths)
+    assert renamed(renamed(config)) == renamed(config)
+    rest = {path: value for path, value in flat(config).items() if path not in paths}
+    assert {path: flat(renamed(config))[path] for path in rest} == rest
+
+
+def _there(target: str) -> bool:
+    try:
+        return callable(get_object(target))
+    except (ImportError, AttributeError, ValueError):
+        return False
+
+
+def test_names_of_today_are_never_old() -> None:
+    """A table that renamed what it gives would refuse every config."""
+    for new in _TARGETS.values():
+        name = new if not new.endswith(".") else f"{new}Name"
+        assert renamed({"_target_": name}) == {"_target_": name}
+    check_config({"method.tuning.interpolation": 1, "decoder.jacobi.blocks": 2, "decoder.jacobi.label": "x"})
+    assert all("\\" in pattern for pattern in _KEYS)
+
+
+def test_an_old_run_compares_with_a_new_one(tmp_path: Path) -> None:
+    """Settings that only moved do not tell two runs apart."""
+    config = stored("dspark")
+    row = {"method": "dspark", "benchmark": "problems", "decoder": {"temperature": 0.0}}
+    (tmp_path / "results.json").write_text(json.dumps({"run": {"seed": 0, "config": config}, "rows": [row]}))
+    old = read_results(tmp_path)
+    assert old["run"]["config"]["target"]["_target_"] == "dspec.models.language_model.embedded_target"
+    new = {"run": {"config": renamed(config)}}
+    assert _differing([old, new]) == {}
