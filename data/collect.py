@@ -14,12 +14,12 @@ from omegaconf import DictConfig
 from data.trajectories import Trajectories
 from dspec.config import entry_point, instantiate
 from dspec.errors import UserError
-from dspec.jacobi_forcing.packing import Sample
+from dspec.jacobi_forcing.packing import Trajectory
 
 BINS = 8
 
 
-def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
+def statistics(trajectories: Sequence[Trajectory], *, bins: int) -> dict[str, Any]:
     """What the trajectories look like, over all blocks' states but their fixed points.
 
     `passes_per_token`: passes over tokens that the prefill did not give. `noise_ratio`: a histogram of divergent
@@ -28,9 +28,9 @@ def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
     """
     passes = tokens = states = runs = right = stayed = 0
     histogram = [0] * bins
-    for sample in samples:
-        tokens += len(sample.response_R) - 1
-        for block in sample.blocks:
+    for trajectory in trajectories:
+        tokens += len(trajectory.response_R) - 1
+        for block in trajectory.blocks:
             *drafts, clean = block
             passes += len(drafts)
             for draft, following in zip(drafts, block[1:], strict=True):
@@ -45,8 +45,8 @@ def statistics(samples: Sequence[Sample], *, bins: int) -> dict[str, Any]:
                 right += len(later)
                 stayed += sum(following[i] == clean[i] for i in later)
     return {
-        "samples": len(samples),
-        "tokens": sum(len(s.response_R) for s in samples),
+        "trajectories": len(trajectories),
+        "tokens": sum(len(s.response_R) for s in trajectories),
         "passes_per_token": passes / max(tokens, 1),
         "noise_ratio": [count / max(states, 1) for count in histogram],
         "ngram": runs / max(states, 1),
@@ -58,7 +58,7 @@ def describe(stats: Mapping[str, Any]) -> str:
     """The statistics in a few lines."""
     shares = " ".join(f"{100 * share:.0f}" for share in stats["noise_ratio"])
     return (
-        f"{stats['samples']} trajectories, {stats['tokens']} tokens\n"
+        f"{stats['trajectories']} trajectories, {stats['tokens']} tokens\n"
         f"passes per token: {stats['passes_per_token']:.3f}\n"
         f"noise ratios, % of states in {len(stats['noise_ratio'])} equal bins of (0, 1]: {shares}\n"
         f"longest right n-gram behind the first wrong token: {stats['ngram']:.2f} tokens a state\n"
@@ -70,7 +70,7 @@ def _task(cfg: DictConfig) -> None:
     module = instantiate(cfg.data, target=instantiate(cfg.target))
     if not isinstance(module, Trajectories):
         raise UserError("these data have no trajectories: say recipe=jacobi_forcing")
-    print(f"{describe(statistics(module.samples(), bins=BINS))}\n{module.folder}")
+    print(f"{describe(statistics(module.trajectories(), bins=BINS))}\n{module.folder}")
 
 
 main = entry_point(config="train")(_task)

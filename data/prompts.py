@@ -41,8 +41,8 @@ class EmbeddedPrompts:
         self._seed = seed
 
     def prompts(self, split: str) -> list[Prompt]:
-        own, counts = self._counts[split]
-        examples = corpus(counts=counts, split=own, seed=self._seed)
+        corpus_split, counts = self._counts[split]
+        examples = corpus(counts=counts, split=corpus_split, seed=self._seed)
         return [Prompt(e.id, e.prompt, e.response) for e in examples]
 
 
@@ -71,7 +71,7 @@ class Gsm8kPrompts:
 
 
 class JsonlPrompts:
-    """Prompts of one's own: a .jsonl (or .jsonl.gz) file with "prompt", and if you like "id" and "response", a row.
+    """Prompts of one's own: a .jsonl (or .jsonl.gz) file whose rows have "prompt" and, if wished, "id" and "response".
 
     A row without an id is named by its text, so that what stands around it may change.
     """
@@ -89,8 +89,8 @@ class JsonlPrompts:
             if not isinstance(text, str) or not text.strip():
                 raise UserError(f'{self._path}, line {number}: no text under "prompt"; give every row one')
             seen[text] += 1
-            own = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}/{seen[text]}"
-            every.append(Prompt(str(row.get("id", own)), text, row.get("response")))
+            name = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}/{seen[text]}"
+            every.append(Prompt(str(row.get("id", name)), text, row.get("response")))
         if len({p.id for p in every}) < len(every):
             raise UserError(f'{self._path}: an "id" occurs twice; make them unique or leave them out')
         return _split_by_id(every, split, train=self._train, calibration=self._calibration)

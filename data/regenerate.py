@@ -2,9 +2,9 @@
 
     python -m data.regenerate recipe=dspark target=smollm2_135m data=gsm8k
 
-The file is append-only JSON Lines: a first row with the settings, then one row a response. A response belongs to an id
-and its prompt tokens: a changed prompt is answered anew, new prompts are added, all others keep their answers, and two
-data sets of one name share a file in peace. After kill -9 a torn last batch is dropped and what is missing is
+The file is append-only JSON Lines: a first row with the settings, then one row per response. A response belongs to an
+id and its prompt tokens: a changed prompt is answered anew, new prompts are added, all others keep their answers, and
+two data sets of one name share a file in peace. After kill -9 a torn last batch is dropped and what is missing is
 generated; responses depend on the prompt, its id and the seed alone (and, in float32, on the batch's shape, so that a
 batch is run whole): an interrupted file equals an unbroken one.
 """
@@ -21,12 +21,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dspec.config import entry_point, instantiate
 from dspec.decoding.base import Decoder, decode, requests
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
+from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
 
 log = logging.getLogger(__name__)
@@ -162,12 +162,10 @@ def _generate(
     """Generates and appends responses, batch by batch, and adds them to `done`."""
     if not batches:
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with path.open("a", encoding="utf-8") as file, Progress(TextColumn("responses by the target"), *columns) as bar:
-        task = bar.add_task("regenerate", total=sum(map(len, batches)))
+    with path.open("a", encoding="utf-8") as file:
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
-        for batch in batches:
+        for batch in with_progress("responses by the target", batches):
             asked = requests(
                 [ids for _, ids in batch],
                 seeds=[prompt_seed(seed, name) for name, _ in batch],
@@ -183,7 +181,6 @@ def _generate(
                 done[key(name, ids)] = response
             file.flush()
             os.fsync(file.fileno())
-            bar.advance(task, len(batch))
 
 
 def _task(cfg: DictConfig) -> None:

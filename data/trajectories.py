@@ -3,29 +3,29 @@
     python -m data.collect recipe=jacobi_forcing                       collects them ahead of training (collect.py)
 
 The decoder is dspec/decoding/jacobi.py with one block in flight and no recycling. A folder holds one safetensors file
-a batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
+per batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
 stopped; a trajectory depends on the prompt, its id, the seed and the settings in settings.json alone (and, in float32,
 on the batch's shape, so that a batch is run whole). A changed prompt is decoded anew, new ones are added, all others
-stay. Samples are views of the memory-mapped files: what is not in a batch takes no memory.
+stay. Trajectories are views of the memory-mapped files: what is not in a batch takes no memory.
 """
 
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
-from data.module import Conversations, held_out, shuffled
+from data.loaders import held_out, shuffled
+from data.module import Conversations
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
@@ -34,8 +34,9 @@ from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.jacobi_forcing.packing import Sample, pack, packed_batch
+from dspec.jacobi_forcing.packing import Trajectory, pack_trajectories, trajectory_batch
 from dspec.models.language_model import LanguageModel
+from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
 
 Prompts = Sequence[tuple[str, list[int]]]
@@ -43,7 +44,7 @@ Prompts = Sequence[tuple[str, list[int]]]
 
 def trace(
     decoder: Jacobi, prompts: Prompts, *, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int], seed: int
-) -> list[Sample]:
+) -> list[Trajectory]:
     """Decodes a batch and keeps every state of each block, cut at the response's end."""
     asked = requests(
         [ids for _, ids in prompts],
@@ -62,25 +63,25 @@ def trace(
 
     generations = decode(decoder, asked, observe=observe)
     n = decoder.config.block_size
-    samples = []
-    for (_, ids), own, generation in zip(prompts, states.values(), generations, strict=True):
+    trajectories = []
+    for (_, ids), observed, generation in zip(prompts, states.values(), generations, strict=True):
         blocks = []
         for begin in range(0, len(generation.tokens), n):
             clean = generation.tokens[begin : begin + n]
-            blocks.append([*(s[: len(clean)] for s in own.get(begin // n, [])), clean])
-        samples.append(Sample.of(ids, generation.tokens, blocks, block_size=n))
-    return samples
+            blocks.append([*(s[: len(clean)] for s in observed.get(begin // n, [])), clean])
+        trajectories.append(Trajectory.from_lists(ids, generation.tokens, blocks, block_size=n))
+    return trajectories
 
 
-def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample]) -> None:
+def write_shard(path: Path, ids: Sequence[str], trajectories: Sequence[Trajectory]) -> None:
     """One safetensors file: flat integers and the lengths that cut them."""
     tensors = {
-        "prompt": torch.cat([s.prompt_P for s in samples]),
-        "prompt_length": torch.tensor([len(s.prompt_P) for s in samples], dtype=torch.int32),
-        "response": torch.cat([s.response_R for s in samples]),
-        "response_length": torch.tensor([len(s.response_R) for s in samples], dtype=torch.int32),
-        "states": torch.cat([s.states_Sn for s in samples]),
-        "states_per_block": torch.cat([s.count_J for s in samples]),
+        "prompt": torch.cat([s.prompt_P for s in trajectories]),
+        "prompt_length": torch.tensor([len(s.prompt_P) for s in trajectories], dtype=torch.int32),
+        "response": torch.cat([s.response_R for s in trajectories]),
+        "response_length": torch.tensor([len(s.response_R) for s in trajectories], dtype=torch.int32),
+        "states": torch.cat([s.states_Sn for s in trajectories]),
+        "states_per_block": torch.cat([s.count_J for s in trajectories]),
     }
     with atomic_file(path) as scratch:
         try:
@@ -89,25 +90,25 @@ def write_shard(path: Path, ids: Sequence[str], samples: Sequence[Sample]) -> No
             raise OSError(str(error)) from error
 
 
-def read_shard(path: Path, *, block_size: int) -> dict[Key, Sample]:
-    """Views of the file's samples. Raises UserError for a damaged file or one of another block size."""
+def read_shard(path: Path, *, block_size: int) -> dict[Key, Trajectory]:
+    """Views of the file's trajectories. Raises UserError for a damaged file or one of another block size."""
     try:
         with safe_open(path, framework="pt") as file:
             names = json.loads(file.metadata()["ids"])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if (stored := tensors["states"].shape[1]) != block_size:
             raise UserError(f"{path} holds blocks of {stored} tokens, not data.block_size={block_size}: collect anew")
-        samples = _cut(tensors, block_size)
+        trajectories = _cut(tensors, block_size)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it and run again") from error
-    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, samples, strict=True)}
+    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, trajectories, strict=True)}
 
 
-def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Sample]:
+def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Trajectory]:
     prompts, responses = (tensors[name].split(tensors[f"{name}_length"].tolist()) for name in ("prompt", "response"))
     counts = tensors["states_per_block"].split([-(-len(response) // block_size) for response in responses])
     states = tensors["states"].split([int(count.sum()) for count in counts])
-    return [Sample(*parts) for parts in zip(prompts, responses, states, counts, strict=True)]
+    return [Trajectory(*parts) for parts in zip(prompts, responses, states, counts, strict=True)]
 
 
 def collect(
@@ -121,21 +122,23 @@ def collect(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
-) -> list[Sample]:
+) -> list[Trajectory]:
     """Trajectories of (id, ids) prompts in their order; only what `folder` lacks is decoded.
 
     Raises UserError when the folder was written with other settings or the disk is full: what was written stays, and
     the next run goes on from there.
     """
     n = decoder.config.block_size
-    done: dict[Key, Sample] = {}
+    done: dict[Key, Trajectory] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # a second run of the same settings waits, then finds all there
+        for left in folder.glob(".*.tmp"):  # of a killed writer: we alone write here now
+            left.unlink()
         _check_settings(folder / "settings.json", settings)
         for path in sorted(folder.glob("*.safetensors")):
             done |= read_shard(path, block_size=n)
         missing = [prompt for prompt in prompts if key(*prompt) not in done]
-        for batch in _with_progress(batches_of(missing, batch_size)):
+        for batch in with_progress("Jacobi trajectories of the target", batches_of(missing, batch_size)):
             path = folder / f"{settings_key({'prompts': batch})}.safetensors"
             traced = trace(
                 decoder, batch, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids, seed=seed
@@ -143,18 +146,6 @@ def collect(
             write_shard(path, [name for name, _ in batch], traced)
             done |= read_shard(path, block_size=n)
     return [done[key(*prompt)] for prompt in prompts]
-
-
-def _with_progress(batches: Sequence[Prompts]) -> Iterator[Prompts]:
-    """The batches, with a bar where there are any."""
-    if not batches:
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("Jacobi trajectories of the target"), *columns) as bar:
-        task = bar.add_task("collect", total=sum(map(len, batches)))
-        for batch in batches:
-            yield batch
-            bar.advance(task, len(batch))
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
@@ -200,8 +191,8 @@ class Trajectories(Conversations):
         if regeneration is None:
             raise UserError("trajectories are the target's own: data.regeneration must say how to decode them")
         self.block_size, self.row_length = block_size, row_length
-        self._packed: list[list[Sample]] = []
-        self._held_out: list[list[Sample]] = []
+        self._packed: list[list[Trajectory]] = []
+        self._held_out: list[list[Trajectory]] = []
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"block_size": self.block_size}
@@ -210,7 +201,7 @@ class Trajectories(Conversations):
     def folder(self) -> Path:
         return self.cache_dir / "trajectories" / f"{self.source.name}-{settings_key(self.settings())}"
 
-    def samples(self) -> list[Sample]:
+    def trajectories(self) -> list[Trajectory]:
         """Trajectories of the training prompts, collected where missing."""
         wanted = dict(self.regeneration or {})
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
@@ -228,43 +219,45 @@ class Trajectories(Conversations):
         )
 
     def prepare_data(self) -> None:
-        self.samples()
+        self.trajectories()
 
     def setup(self, stage: str) -> None:
         if self._packed:
             return
-        fitting = [self._within(s) for s in self.samples()]
+        fitting = [self._within(s) for s in self.trajectories()]
         usable = [s for s in fitting if len(s.response_R) > 1]
         if len(usable) <= self.validation:
             raise UserError(
                 f"{len(usable)} of {len(fitting)} responses are longer than one token, data.validation holds out "
                 f"{self.validation}: nothing to train on; raise the prompt count or data.max_length"
             )
-        self._held_out = pack(usable[: self.validation], row_length=self.row_length)
-        self._packed = pack(usable[self.validation :], row_length=self.row_length)
+        self._held_out = pack_trajectories(usable[: self.validation], row_length=self.row_length)
+        self._packed = pack_trajectories(usable[self.validation :], row_length=self.row_length)
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
-        for sample in itertools.chain.from_iterable([*self._held_out, *self._packed]):
-            for part in (sample.prompt_P, sample.response_R, sample.states_Sn, sample.count_J):
+        for trajectory in itertools.chain.from_iterable([*self._held_out, *self._packed]):
+            for part in (trajectory.prompt_P, trajectory.response_R, trajectory.states_Sn, trajectory.count_J):
                 digest.update(part.contiguous().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def _within(self, sample: Sample) -> Sample:
+    def _within(self, trajectory: Trajectory) -> Trajectory:
         """The blocks that fit `max_length`."""
-        room = self.max_length - len(sample.prompt_P)
-        return sample if len(sample.response_R) <= room else sample.beginning(max(0, room) // self.block_size)
+        room = self.max_length - len(trajectory.prompt_P)
+        return (
+            trajectory if len(trajectory.response_R) <= room else trajectory.beginning(max(0, room) // self.block_size)
+        )
 
     def train_dataloader(self) -> StatefulDataLoader:
         return shuffled(
             self._packed,
-            lengths=[sum(sample.packed_length for sample in row) for row in self._packed],
+            lengths=[sum(trajectory.packed_length for trajectory in row) for row in self._packed],
             batch_size=self.batch_size,
             window=self.sort_window,
-            collate=packed_batch,
+            collate=trajectory_batch,
             module=self,
             seed=self.seed,
         )
 
     def val_dataloader(self) -> StatefulDataLoader:
-        return held_out(self._held_out, batch_size=self.batch_size, collate=packed_batch, module=self)
+        return held_out(self._held_out, batch_size=self.batch_size, collate=trajectory_batch, module=self)

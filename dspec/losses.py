@@ -7,7 +7,7 @@ mapped and unmapped at every operation. With p the softmax of the draft's logits
     d sum_v |p_v - q_v| / dz = p * (s - sum_v p_v s_v)
     d KL(q || softmax(z / T)) / dz = (softmax(z / T) - q) / T
 
-Legend: P = supervised positions, p = those of a chunk, D = width, V = vocabulary, M = statistics a row.
+Legend: P = supervised positions, p = those of a chunk, D = width, V = vocabulary, M = statistics per row.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Workspace:
     def weight(self, w: Tensor) -> Tensor:
         """A weight in the products' type, cast once."""
         if id(w) not in self._weights:
-            self._weights[id(w)] = (w, w.to(self.dtype))  # holding w keeps its id its own
+            self._weights[id(w)] = (w, w.to(self.dtype))  # holding w keeps its id from being given anew
         return self._weights[id(w)][1]
 
     def narrow(self, x: Tensor) -> Tensor:
@@ -77,22 +77,26 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(
         ctx: Any, criterion: Criterion, chunk_mb: float, constants: Sequence[Tensor], *factors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # 1. how many rows fit a chunk, and a sum of gradients in full width for each factor that wants one
         work, needs = Workspace(factors[0]), ctx.needs_input_grad[3:]
-        grads = [torch.zeros_like(t, dtype=work.wide) if need else None for t, need in zip(factors, needs, strict=True)]
-        terms = [i for i in range(0, len(factors), 2) if factors[i].shape[1]]  # without those of rank 0
         count, vocab = len(factors[0]), len(factors[1])
         rows = max(1, int(chunk_mb * 2**20 / (vocab * work.wide.itemsize)))
+        grads = [torch.zeros_like(t, dtype=work.wide) if need else None for t, need in zip(factors, needs, strict=True)]
         losses, stats = [], []
         for start in range(0, max(1, count), rows):  # without rows: one empty chunk
             part = slice(start, start + rows)
-            logits = work.take("logits", (min(rows, count - start), vocab))
-            for i in terms:
-                work.logits(factors[i][part], factors[i + 1], logits, add=i > terms[0])
-            loss_p, stats_pM, grad_pV = criterion(work, logits, any(needs), *(c[part] for c in constants))
+            # 2. the chunk's logits, summed over the terms
+            logits_pV = work.take("logits", (min(rows, count - start), vocab))
+            for i in range(0, len(factors), 2):
+                work.logits(factors[i][part], factors[i + 1], logits_pV, add=i > 0)
+            # 3. its losses, its statistics and the gradient of its logits
+            loss_p, stats_pM, grad_pV = criterion(work, logits_pV, any(needs), *(c[part] for c in constants))
             losses.append(loss_p.sum())
             stats.append(stats_pM)
+            # 4. that gradient back into the factors, before the next chunk takes the buffers
             if grad_pV is not None:
-                _into_factors(work, work.narrow(grad_pV), factors, grads, terms, part)
+                _into_factors(work, work.narrow(grad_pV), factors, grads, part)
+        # 5. kept for backward in the factors' own types, as if autograd had made them
         ctx.grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, factors, strict=True)]
         stacked = torch.cat(stats)
         ctx.mark_non_differentiable(stacked)
@@ -109,11 +113,10 @@ def _into_factors(
     grad_pV: Tensor,
     factors: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    terms: Sequence[int],
     part: slice,
 ) -> None:
     """Adds a chunk's share to the gradients of the terms x W^T: dz W to x's rows, dz^T x to W."""
-    for i in terms:
+    for i in range(0, len(factors), 2):
         x_grad, w_grad = grads[i], grads[i + 1]
         if x_grad is not None:
             work.matmul(grad_pV, work.weight(factors[i + 1]), x_grad[part])
@@ -147,31 +150,31 @@ def check_chunk(chunk_mb: float) -> float:
     return chunk_mb
 
 
-def _cross_entropy(logits_pV: Tensor, label_p: Tensor, law_pV: Tensor) -> tuple[Tensor, Tensor]:
-    """CE [p] and greedy tokens [p]; writes the softmax to `law_pV`."""
+def _cross_entropy(logits_pV: Tensor, label_p: Tensor, probs_pV: Tensor) -> tuple[Tensor, Tensor]:
+    """CE [p] and greedy tokens [p]; writes the softmax to `probs_pV`."""
     top, best = logits_pV.max(-1)
-    torch.softmax(logits_pV, -1, out=law_pV)
+    torch.softmax(logits_pV, -1, out=probs_pV)
     behind = top - logits_pV.gather(-1, label_p[:, None]).squeeze(-1)
-    return behind - law_pV.gather(-1, best[:, None]).squeeze(-1).log(), best  # the top token's p is at least 1 / V
+    return behind - probs_pV.gather(-1, best[:, None]).squeeze(-1).log(), best  # the top token's p is at least 1 / V
 
 
 def token_loss(
     work: Workspace, logits_pV: Tensor, gradient: bool, weight_p: Tensor, label_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weighted cross-entropy as a Criterion; statistics are (CE, correct) a row."""
+    """Weighted cross-entropy as a Criterion; statistics are (CE, correct) per row."""
     weight_p = weight_p.to(work.wide)
-    law = work.take("law", logits_pV.shape)
-    ce, best = _cross_entropy(logits_pV, label_p, law)
+    probs = work.take("probs", logits_pV.shape)
+    ce, best = _cross_entropy(logits_pV, label_p, probs)
     stats = torch.stack([ce, (best == label_p).to(ce)], -1)
     if gradient:
-        law.mul_(weight_p[:, None]).scatter_add_(-1, label_p[:, None], -weight_p[:, None])
-    return weight_p * ce, stats, law if gradient else None
+        probs.mul_(weight_p[:, None]).scatter_add_(-1, label_p[:, None], -weight_p[:, None])
+    return weight_p * ce, stats, probs if gradient else None
 
 
 def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) -> Criterion:
-    """Weighted CE on data tokens plus L1 distance (= 2 TV) to the target's law (DSpark, section 4).
+    """Weighted CE on data tokens plus L1 distance (= 2 TV) to the target's distribution (DSpark, section 4).
 
-    The constants are weight [p], label [p] and target hidden [p, D]; statistics are (CE, L1, greedy match) a row.
+    The constants are weight [p], label [p] and target hidden [p, D]; statistics are (CE, L1, greedy match) per row.
     """
 
     def criterion(
@@ -198,10 +201,10 @@ def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) ->
 
 
 def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterion:
-    """Forward KL(teacher || student) of laws at `temperature`, teacher not differentiated (Jacobi Forcing, L_pc).
+    """Forward KL(teacher || student) at `temperature`, the teacher not differentiated (Jacobi Forcing, L_pc).
 
     The logits are the student's, the constants weight [p] and teacher hidden [p, D]; statistics are (KL, greedy
-    match) a row.
+    match) per row.
     """
 
     def criterion(

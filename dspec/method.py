@@ -1,9 +1,10 @@
 """A training method: batches in, a weighted loss sum out. It knows no trainer and no config."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from torch import Generator, Tensor, nn
 
@@ -14,7 +15,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 class LossOutput:
     """`loss_sum / weight` is the loss; both are sums over the local batch, so that ranks can be pooled exactly.
 
-    `metrics` maps a name to (sum, count), scalars or one entry a slot, pooled the same way.
+    `metrics` maps a name to (sum, count), scalars or one entry per slot, pooled the same way.
     """
 
     loss_sum: Tensor
@@ -39,16 +40,19 @@ class Batch:
 
 
 class Method(nn.Module, ABC):
-    """What is trained are its parameters with requires_grad, in float32 at least; checkpoints hold those alone."""
+    """What is trained are its parameters with requires_grad; checkpoints hold those alone. The trainer casts them to
+    float32 beforehand (training/models.py)."""
 
-    def begin(self) -> None:
-        """Called once when training begins; data have been written by the model as it was until then."""
-        float32_masters(self)
+    shown: ClassVar[tuple[str, ...]] = ()  # logged names that stand on the progress bar, beside the loss
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
         neither on the rows beside it nor on the number of ranks that share them."""
+
+    def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What follows from the metrics' values (sum / count over all ranks), by name, to be logged beside them."""
+        return {}
 
     def after_step(self) -> None:
         """Called after each optimizer step (a moving average of the weights moves here)."""
@@ -59,10 +63,3 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:
         """Writes the trained component under the run folder and returns where."""
-
-
-def float32_masters(module: nn.Module) -> None:
-    """Trained weights in float32 at least: in bfloat16 most steps of 1e-5 are smaller than a weight's last bit."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.dtype.itemsize < 4:
-            parameter.data = parameter.data.float()

@@ -48,7 +48,7 @@ _TARGETS = {
     "dspec.methods.jacobi_forcing.Full": "dspec.methods.jacobi_forcing.FullFineTuning",
     "dspec.calibrate.": "dspec.calibration.stage.",
     "dspec.calibration.": "dspec.calibration.sts.",
-    "dspec.training.": "dspec.training.lightning_parts.",
+    "dspec.training.StepProgress": "dspec.training.progress.StepProgress",
     "dspec.decoding.blocks.Plan": "dspec.decoding.jacobi_state.JacobiConfig",
     "eval.judge.": "eval.sandbox.judge.",
     "eval.sandbox.Sandbox": "eval.sandbox.sandbox.Sandbox",

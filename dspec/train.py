@@ -12,9 +12,9 @@ from dspec.config import entry_point
 
 
 def _task(cfg: DictConfig) -> None:
-    from dspec.training.stages import train
+    from dspec.training.stages import run_job
 
-    train(cfg)
+    run_job(cfg)
 
 
 main = entry_point(config="train")(_task)

@@ -37,7 +37,7 @@ def load_model(cfg: DictConfig) -> LoadedModel:
     _fill_in(cfg, stored, folder)
     target = _target(cfg.target, checkpoint)
     draft = from_pretrained(folder, target=target, layout=cfg.layout) if folder is not None else None
-    trained = (stored.get("data") or {}).get("policy") or (draft.prompt_policy if draft is not None else {})
+    trained = (stored.get("data") or {}).get("policy") or (draft.metadata.prompt_policy if draft is not None else {})
     policy = (
         PromptPolicy(system=trained["system"], thinking=trained["thinking"]) if trained else instantiate(cfg.policy)
     )

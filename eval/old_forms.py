@@ -20,8 +20,8 @@ from dspec.attention import attend as attention
 from dspec.attention import masks
 from dspec.losses import chunked_sum, draft_loss
 from dspec.method import Batch
-from dspec.methods import dflash
-from dspec.methods.dflash import Blocks
+from dspec.methods import drafter
+from dspec.methods.drafter import Blocks
 from dspec.methods.dspark import DSpark
 from dspec.models.draft import build_draft
 from dspec.models.language_model import LanguageModel, ModelOutput, lm_logits
@@ -81,7 +81,7 @@ class PlainDSpark(DSpark):
         def whole(criterion: object, *, terms: Any, constants: Any, chunk_mb: float) -> object:
             return plain_loss(terms, constants, self.target.lm_head.weight)
 
-        with replaced(dflash, "chunked_sum", whole):
+        with replaced(drafter, "chunked_sum", whole):
             return super()._chunked(*args)
 
 

@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dspec.progress import progress_bar
 
 _SECONDS = 20.0  # between two plain lines about the same phase
 
@@ -18,8 +19,7 @@ class Meter:
     ) -> None:
         self._title, self._clock = title, clock
         self._console = console if console is not None else Console()
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(TextColumn(f"{title}: {{task.description}}"), *columns, console=self._console)
+        self._bar = progress_bar(f"{title}: {{task.description}}", console=self._console)
         self._task = self._bar.add_task("", total=None)
         self._phase, self._total, self._before, self._done = "", 0, 0, 0
         self._start = self._told = clock()

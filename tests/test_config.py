@@ -91,6 +91,38 @@ def test_gsm8k_without_data(failing: Failing, monkeypatch: pytest.MonkeyPatch, t
     assert str(tmp_path) in failing("recipe=dspark", "data=gsm8k")
 
 
+def test_ranks_of_torchrun_ask_rank_0_anew_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store outlives its ranks: a restarted one that is first must wait, not read the old answer."""
+    held: dict[str, bytes] = {}
+
+    class Store:
+        def __init__(self, host: str, port: int, *, is_master: bool) -> None:
+            assert (host, port, is_master) == ("here", 5, False)
+
+        def set(self, key: str, value: str) -> None:
+            held[key] = value.encode()
+
+        def get(self, key: str) -> bytes:
+            return held[key]
+
+    monkeypatch.setattr("torch.distributed.TCPStore", Store)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    for name, value in (
+        ("WORLD_SIZE", "2"), ("TORCHELASTIC_USE_AGENT_STORE", "True"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "5"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+    def agreed(rank: int, restart: int, clock: str) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        return config._agreed(clock)
+
+    assert [agreed(0, 0, "one"), agreed(1, 0, "late")] == ["one", "one"]
+    with pytest.raises(KeyError):  # the real store waits here until rank 0 has set it
+        agreed(1, 1, "early")
+    assert [agreed(0, 1, "two"), agreed(1, 1, "later")] == ["two", "two"]
+
+
 def test_ranks_agree_on_when_their_run_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each asks the clock at another moment; what they agree on names their folder."""
     for name in ("DSPEC_STARTED", "WORLD_SIZE", "SLURM_STEP_ID"):

@@ -259,7 +259,7 @@ def test_gradients_of_many_chunks_are_summed_wide() -> None:
 
 
 def test_a_certain_token_costs_what_it_should() -> None:
-    """Logits far apart: no -inf, no cancellation, exact zeros where the law is a point."""
+    """Logits far apart: no -inf, no cancellation, exact zeros where the distribution is a point."""
     head = torch.eye(3, requires_grad=True)
     hidden = torch.tensor([[200.0, 0.0, 0.0], [200.0, 0.0, 0.0]], requires_grad=True)
     label = torch.tensor([0, 1])

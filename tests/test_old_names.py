@@ -8,7 +8,7 @@ import pytest
 from hydra.utils import get_object
 
 from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
-from eval.compare import _differing
+from eval.reports.comparison import _differing
 from eval.results import flat, read_results
 
 OLD = Path(__file__).parent / "eval" / "old_runs"

@@ -10,11 +10,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from dspec.errors import UserError
 from dspec.jacobi_forcing.teachers import EMATeacher, Frozen
-from dspec.method import Batch, Method, float32_masters
+from dspec.method import Batch, Method
 from dspec.methods.ar_base import ARBase
 from dspec.methods.jacobi_forcing import FullFineTuning, LoRA
 from dspec.models.language_model import LanguageModel, local_device
-from dspec.training.lightning_parts import check_trainer
+from dspec.training.checks import check_trainer
+from dspec.training.models import float32_masters
 
 
 def _batch(seed: int) -> Batch:
@@ -30,7 +31,7 @@ def test_small_steps_move_a_bfloat16_target(toys: SimpleNamespace) -> None:
     """20 AdamW steps at 1e-5: of bfloat16 weights 95 % would not change (finding 2)."""
     target = toys.target(hidden=64, vocab=41, scale=0.05, dtype=torch.bfloat16)
     method = _ar_base(target)
-    method.begin()
+    float32_masters(method)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
     optimizer = torch.optim.AdamW(method.parameters(), lr=1e-5, weight_decay=0.0)
     for step in range(20):

@@ -36,9 +36,9 @@ def test_leaves_results_plots_and_a_drafter(dspark_run: Path) -> None:
     names = {path.name for path in (dspark_run / "plots").iterdir()}
     assert {"loss.png", "acceptance_T0.png", "acceptance_T1.png", "reliability.png"} == names
     draft = from_pretrained(dspark_run / "draft", target=embedded_target(dtype="float32", device="cpu"))
-    assert draft.calibration is not None
-    assert list(draft.calibration.temperatures) == results["calibration"]["temperatures"]
-    assert draft.prompt_policy == results["run"]["prompt_policy"]
+    assert draft.metadata.calibration is not None
+    assert list(draft.metadata.calibration.temperatures) == results["calibration"]["temperatures"]
+    assert draft.metadata.prompt_policy == results["run"]["prompt_policy"]
     assert (dspark_run / "draft" / "README.md").read_text().startswith("---")
     assert json.loads((dspark_run / "draft" / "config.json").read_text())["num_anchors"] == 16
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from data.embedded import functions, problems, stories
+from dspec.seeding import corpus_order_seed, corpus_seed
 
 SPLITS = ("train", "draft", "calibration", "test")
 _SAMPLERS = {"problems": problems.sample, "functions": functions.sample, "stories": stories.sample}
@@ -40,7 +41,7 @@ def generate(*, task: str, split: str, count: int, seed: int, unseen: bool = Fal
         raise ValueError(f"task must be one of {tuple(_SAMPLERS)} and split of {SPLITS}; got {task!r}, {split!r}")
     if unseen and split != "test":
         raise ValueError(f"held-out templates are in split 'test' only; got unseen=True with split {split!r}")
-    rng = random.Random(f"{seed}/{task}/{split}/{unseen}")
+    rng = random.Random(corpus_seed(seed, task=task, split=split, unseen=unseen))
     where = f"{task}/{split}/unseen" if unseen else f"{task}/{split}"
     examples: dict[str, Example] = {}
     idle = 0
@@ -63,5 +64,5 @@ def corpus(*, counts: Mapping[str, int], split: str, seed: int) -> list[Example]
         for task, count in counts.items()
         for example in generate(task=task, split=split, count=count, seed=seed)
     ]
-    random.Random(f"{seed}/corpus/{split}").shuffle(examples)
+    random.Random(corpus_order_seed(seed, split=split)).shuffle(examples)
     return examples

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 from data.embedded.function_templates import CHANGES, CONDITIONS, TEMPLATES, Template
-from data.embedded.grammar import Accept, Sample, expand, tidy
+from data.embedded.grammar import Accept, RawExample, expand, tidy
 
 ELEMENT = {"xs": "x", "numbers": "n", "values": "v", "nums": "n", "words": "w", "names": "s", "items": "s"}
 ARGUMENTS = {
@@ -37,7 +37,7 @@ GUARDED = 0.8  # share of functions with a guard: it makes bodies long enough to
 TERSE = 0.15  # share of bodies that take the one-line form where there is one
 
 
-def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> Sample | None:
+def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
     """Draw one function, or None if ``accept`` refuses its signature (no template is held out here)."""
     if unseen:
         raise ValueError("the functions have no unseen templates; use task='problems' with unseen=True")
@@ -61,7 +61,7 @@ def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> Sample | None
     body = choice(template.bodies, key=len)
     response, reference = (_indent(f"{guard}\n{code}".strip().format_map(slots)) for code in (body, template.bodies[0]))
     tests = _tests(f"{prompt}\n{reference}", name, _inputs(template.kind, constants, rng))
-    return Sample(template.name, signature, prompt, response, tests=tests)
+    return RawExample(template.name, signature, prompt, response, tests=tests)
 
 
 def _constants(template: Template, rng: random.Random) -> dict[str, str]:

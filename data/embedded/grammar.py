@@ -9,7 +9,7 @@ _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
 
 
 @dataclass(frozen=True)
-class Sample:
+class RawExample:
     """What a task's generator returns: an Example without its id, task and split."""
 
     template: str

@@ -7,7 +7,7 @@ until every step gives a whole number in bounds, so no template needs code of it
 import random
 from dataclasses import dataclass
 
-from data.embedded.grammar import Accept, Sample, capitalise, expand, tidy
+from data.embedded.grammar import Accept, RawExample, capitalise, expand, tidy
 from data.embedded.problem_templates import TEMPLATES, UNSEEN, Template
 
 
@@ -82,7 +82,7 @@ _CLOSE = (
 )
 
 
-def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> Sample | None:
+def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
     """Draw one problem, or None if its numbers do not work out or ``accept`` refuses its signature."""
     template = rng.choice([entry for entry in TEMPLATES if (entry.name in UNSEEN) == unseen])
     given = {key: rng.randint(low, high) for key, (low, high) in template.numbers.items()}
@@ -93,7 +93,7 @@ def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> Sample | None
     slots = _words(rng) | {key: str(value) for key, value in values.items()}
     prompt = _question(template, slots, rng)
     response, answer = _worked(template, slots, rng), str(slots[template.steps[-1][0]])
-    return Sample(template.name, signature, prompt, f"{response}\n#### {answer}", answer=answer)
+    return RawExample(template.name, signature, prompt, f"{response}\n#### {answer}", answer=answer)
 
 
 def _solve(template: Template, given: dict[str, int]) -> dict[str, int] | None:

@@ -2,7 +2,7 @@
 
 import random
 
-from data.embedded.grammar import Accept, Sample, capitalise, expand, tidy
+from data.embedded.grammar import Accept, RawExample, capitalise, expand, tidy
 
 HEROES = (
     "fox owl bear hen goat mouse otter crow duck frog hare lamb mole pony robin snail toad wolf badger beaver "
@@ -53,7 +53,7 @@ ENDINGS = (
 )
 
 
-def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> Sample | None:
+def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
     """Draw one story, or None if ``accept`` refuses its pair of nouns (no template is held out here)."""
     if unseen:
         raise ValueError("the stories have no unseen templates; use task='problems' with unseen=True")
@@ -73,7 +73,7 @@ def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> Sample | None
     for pool in parts:
         chosen.append(rng.choice([line for line in pool if line not in chosen]))
     response = " ".join(capitalise(tidy(expand(line, slots, rng))) for line in chosen)
-    return Sample("story", signature, tidy(expand(rng.choice(PROMPTS), slots, rng)), response)
+    return RawExample("story", signature, tidy(expand(rng.choice(PROMPTS), slots, rng)), response)
 
 
 def _article(noun: str) -> str:

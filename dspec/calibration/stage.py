@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from dspec.atomic import write_json
 from dspec.calibration.sts import (
@@ -30,11 +29,13 @@ from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
+from dspec.progress import with_progress
 from dspec.provenance import fingerprint
+from dspec.seeding import calibration_seed
 
 
 class CalibrateSTS:
-    """Fits one temperature a slot; all numbers come from the config."""
+    """Fits one temperature per slot; all numbers come from the config."""
 
     def __init__(
         self,
@@ -97,7 +98,9 @@ class CalibrateSTS:
         stop_ids: Sequence[int],
         artefact: Path | None = None,
     ) -> dict[str, Any]:
-        """Sets `draft.calibration` and returns the report. Raises UserError when prompts or rounds are too few.
+        """Notes the temperatures in the drafter's metadata and returns the report.
+
+        Raises UserError when prompts or rounds are too few.
 
         `artefact` is a JSON file in which the outcome is kept, and from which it is taken if it was found for the same
         weights, prompts and settings.
@@ -105,11 +108,11 @@ class CalibrateSTS:
         self.check(draft)
         key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None
         if artefact is not None and (kept := _kept(artefact, key)) is not None:
-            draft.calibration = Calibration.from_dict(kept["calibration"])
+            draft.metadata.calibration = Calibration.from_dict(kept["calibration"])
             return dict(kept["report"])
         report = self._fit(target, draft, prompts, stop_ids)
-        if artefact is not None and draft.calibration is not None:
-            write_json(artefact, {"key": key, "calibration": draft.calibration.to_dict(), "report": report})
+        if artefact is not None and draft.metadata.calibration is not None:
+            write_json(artefact, {"key": key, "calibration": draft.metadata.calibration.to_dict(), "report": report})
         return report
 
     def _key(self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]) -> str:
@@ -125,9 +128,9 @@ class CalibrateSTS:
         self.check_prompts(target, draft, prompts)
         decoder = Speculative(target=target, proposer=DraftProposer(draft), policy=VerifyAll(), record_confidence=True)
         generations: list[Generation] = []
-        for start in track(range(0, len(prompts), self.batch_size), "calibration traces"):
-            batch = list(prompts[start : start + self.batch_size])
-            seeds = [self.seed * 1_000_003 + start + i for i in range(len(batch))]
+        batches = [list(prompts[i : i + self.batch_size]) for i in range(0, len(prompts), self.batch_size)]
+        for batch in with_progress("calibration traces", batches):
+            seeds = [calibration_seed(self.seed, len(generations) + i) for i in range(len(batch))]
             asked = requests(
                 batch, seeds=seeds, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids
             )
@@ -140,7 +143,9 @@ class CalibrateSTS:
         temperatures = fit_sts(fit := Traces.cat(folds), grid=self.grid, bins=self.bins)
         if gain <= self.min_gain:
             temperatures = torch.ones_like(temperatures)
-        draft.calibration = Calibration(tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p)
+        draft.metadata.calibration = Calibration(
+            tuple(temperatures.tolist()), self.sampling.temperature, self.sampling.top_p
+        )
         return {
             "temperatures": temperatures.tolist(),
             "cross_validated_gain": gain,

@@ -97,7 +97,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         if not self.temperatures or not all(0 < t < math.inf for t in self.temperatures):
-            raise ValueError(f"temperatures must be positive and finite, one a slot, got {self.temperatures}")
+            raise ValueError(f"temperatures must be positive and finite, one per slot, got {self.temperatures}")
         if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1):
             raise ValueError(f"need temperature >= 0 and 0 < top_p <= 1: {self.temperature}, {self.top_p}")
 
@@ -121,7 +121,7 @@ class Calibration:
 def calibrated_confidence(logits: Tensor, temperatures: Tensor) -> Tensor:
     """c = sigmoid(z / T). logits [..., K], temperatures [K] -> [..., K] in the wider of the two dtypes."""
     if temperatures.shape != logits.shape[-1:]:
-        raise ValueError(f"need one T a slot: {_describe(logits)} against {_describe(temperatures)}")
+        raise ValueError(f"need one T per slot: {_describe(logits)} against {_describe(temperatures)}")
     return torch.sigmoid(logits / temperatures.to(logits.device))
 
 
@@ -240,7 +240,7 @@ def _auc(score_M: Tensor, outcome_M: Tensor) -> float | None:
 
 
 def _curve(p_M: Tensor, outcome_M: Tensor, bins: int) -> dict[str, list[Any]]:
-    """Reliability curve, a value a bin; predicted and observed are None where a bin is empty."""
+    """Reliability curve, one value per bin; predicted and observed are None where a bin is empty."""
     columns = (p_M, outcome_M, torch.ones_like(p_M))
     p_B, outcome_B, count_B = (torch.bincount(_bin_index(p_M, bins), x, minlength=bins) for x in columns)
     count = count_B.long().tolist()

@@ -33,7 +33,7 @@ def speculative(
     if draft is None:
         raise UserError("decoder=speculative needs a drafter: train one (recipe=dspark) or take decoder=autoregressive")
     proposer = DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes)
-    calibration = draft.calibration
+    calibration = draft.metadata.calibration
     if calibration is not None and confidence_threshold > 0 and not proposer.plain:
         warnings.warn(
             f"STS temperatures were fitted with the sequential head on and without refinement; this decoder has "

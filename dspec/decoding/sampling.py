@@ -89,7 +89,7 @@ class SamplingBatch:
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """All rows in parts whose distributions stay within a fixed memory: at least one row each, one part without rows."""
+    """All rows in parts whose distributions stay within a fixed memory: one row each at least, one part without any."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, start + size) for start in range(0, max(1, rows), size))
 

@@ -6,6 +6,7 @@ t_i = W[i mod w], W = {0, 1/w, ..., (w-1)/w}, and the state whose ratio is neare
 Legend: N = blocks, K = states of a trajectory (its last one is the fixed point), n = tokens of a block.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -53,50 +54,52 @@ class Schedule(Protocol):
         ...
 
 
-def nearest(ratio_NK: Tensor, count_N: Tensor, target_N: Tensor) -> Tensor:
-    """The state [N] whose ratio is nearest to the target, the earliest on ties."""
+def nearest_state(ratio_NK: Tensor, count_N: Tensor, target_N: Tensor) -> Tensor:
+    """The state [N], of each block's first `count_N`, whose ratio is nearest to the target; the earliest on ties."""
     beyond = torch.arange(ratio_NK.shape[1], device=ratio_NK.device) >= count_N[:, None]
     return (ratio_NK - target_N[:, None]).abs().masked_fill(beyond, torch.inf).argmin(1)
 
 
-class Progressive:
+class RatioSchedule(ABC):
+    """A schedule that gives each block a noise ratio t_i; its state is the one whose ratio is nearest."""
+
+    def __init__(self, *, window: int) -> None:
+        """`window` in blocks: the paper's w. Raises UserError below 1."""
+        if window < 1:
+            raise UserError(f"a noise schedule needs a window of at least 1 block, not {window}")
+        self.window = window
+
+    @abstractmethod
+    def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        """t_i [N] of blocks by their number in the response; `uniform_N` in [0, 1) is for what is drawn."""
+
+    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return nearest_state(ratio_NK, count_N, self.ratio(index_N, uniform_N))
+
+
+class Progressive(RatioSchedule):
     """From clean to noisy over each window of blocks: t_i = (i mod w) / w."""
 
-    def __init__(self, *, window: int) -> None:
-        self.window = _window(window)
-
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
-        return nearest(ratio_NK, count_N, index_N % self.window / self.window)
+    def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return index_N % self.window / self.window
 
 
-class Reverse:
+class Reverse(RatioSchedule):
     """From noisy to clean over each window of blocks: t_i = (w - 1 - i mod w) / w."""
 
-    def __init__(self, *, window: int) -> None:
-        self.window = _window(window)
-
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
-        return nearest(ratio_NK, count_N, (self.window - 1 - index_N % self.window) / self.window)
+    def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return (self.window - 1 - index_N % self.window) / self.window
 
 
-class RandomSchedule:
+class RandomSchedule(RatioSchedule):
     """t_i drawn from the window's ratios, anew in each step."""
 
-    def __init__(self, *, window: int) -> None:
-        self.window = _window(window)
-
-    def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
-        return nearest(ratio_NK, count_N, (uniform_N * self.window).floor() / self.window)
+    def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
+        return (uniform_N * self.window).floor() / self.window
 
 
 class AnyState:
-    """A state of the trajectory, all alike: no schedule (CLLM)."""
+    """A state of the trajectory, all alike: no ratio and no schedule (CLLM)."""
 
     def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return (uniform_N * count_N).long()
-
-
-def _window(window: int) -> int:
-    if window < 1:
-        raise UserError(f"a noise schedule needs a window of at least 1 block, not {window}")
-    return window

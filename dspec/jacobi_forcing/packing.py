@@ -1,13 +1,13 @@
-"""Rows for Jacobi Forcing: [prompt][noisy 0][clean 0][noisy 1][clean 1] ..., several samples a row.
+"""Rows for Jacobi Forcing: [prompt][noisy 0][clean 0][noisy 1][clean 1] ..., several trajectories per row.
 
 Both copies of a block stand at the same positions; which state the noisy copy shows is chosen when the row is used
 (dspec/jacobi_forcing/noise.py), from the states that travel with the batch. It knows no model.
 
 Legend: B = rows, L = places in a row, N = blocks of the batch, K = states (padded), n = tokens of a block (padded);
-of one sample P = prompt tokens, R = response tokens, J = blocks, S = states of all its blocks.
+of one trajectory P = prompt tokens, R = response tokens, J = blocks, S = states of all its blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
@@ -20,10 +20,10 @@ from dspec.method import Batch
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class Trajectory:
     """A prompt, the model's response to it, and each block's states from the first draft to the fixed point.
 
-    Integer tensors, so that a sample can be a view of a file. The last block may be shorter: its states are zero
+    Integer tensors, so that a trajectory can be a view of a file. The last block may be shorter: its states are zero
     behind the response's end.
     """
 
@@ -33,15 +33,15 @@ class Sample:
     count_J: Tensor  # states of each block
 
     @classmethod
-    def of(
+    def from_lists(
         cls,
         prompt: Sequence[int],
         response: Sequence[int],
         blocks: Sequence[Sequence[Sequence[int]]],
         *,
         block_size: int,
-    ) -> "Sample":
-        """From lists; `blocks` are [blocks][states][tokens]."""
+    ) -> "Trajectory":
+        """`blocks` are [blocks][states][tokens]."""
         padded = [[*state, *[0] * (block_size - len(state))] for states in blocks for state in states]
         flat = (prompt, response, padded, [len(states) for states in blocks])
         return cls(*(torch.tensor(values, dtype=torch.int32) for values in flat))
@@ -66,11 +66,11 @@ class Sample:
     def packed_length(self) -> int:
         return len(self.prompt_P) + 2 * len(self.response_R)
 
-    def beginning(self, blocks: int) -> "Sample":
+    def beginning(self, blocks: int) -> "Trajectory":
         """The same with its first blocks only."""
         count_J = self.count_J[:blocks]
         tokens = blocks * self.block_size
-        return Sample(self.prompt_P, self.response_R[:tokens], self.states_Sn[: int(count_J.sum())], count_J)
+        return Trajectory(self.prompt_P, self.response_R[:tokens], self.states_Sn[: int(count_J.sum())], count_J)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class TrajectoryBatch(Batch):
 
     block_BL: Tensor  # number of the block in its response, -1 in prompts
     noisy_BL: Tensor  # bool: the noisy copies
-    clean_index_BL: Tensor  # place of the clean copy of a noisy token (else its own)
+    clean_index_BL: Tensor  # place of the clean copy of a noisy token (else this place)
     previous_index_BL: Tensor  # place before it in the clean text, -1 at its start
     last_BL: Tensor  # bool: both copies of a response's last token
     states_NKn: Tensor
@@ -106,29 +106,30 @@ class TrajectoryBatch(Batch):
         return self.states(self.count_N - 1)
 
     def scatter_to_noisy(self, value_Nn: Tensor, onto_BL: Tensor) -> Tensor:
-        """A copy of `onto_BL` with a value a block's token at the places of the noisy copies."""
+        """A copy of `onto_BL` with the blocks' values, one per token, at the places of the noisy copies."""
         slot_n = torch.arange(value_Nn.shape[1], device=value_Nn.device)
         inside = slot_n < self.length_N[:, None]
-        spread_BL = onto_BL.clone()
+        scattered_BL = onto_BL.clone()
         row, place = self.row_N[:, None].expand_as(inside)[inside], (self.start_N[:, None] + slot_n)[inside]
-        spread_BL[row, place] = value_Nn[inside]
-        return spread_BL
+        scattered_BL[row, place] = value_Nn[inside]
+        return scattered_BL
 
     def with_states(self, chosen_N: Tensor) -> Tensor:
         """ids_BL with state chosen_N[i] in the noisy copy of block i."""
         return self.scatter_to_noisy(self.states(chosen_N), self.ids_BL)
 
 
-def pack(samples: Sequence[Sample], *, row_length: int) -> list[list[Sample]]:
-    """Rows of whole samples, first fit in their order, filled up to `row_length`; a longer sample has its own row."""
-    rows: list[list[Sample]] = []
-    room = _Room(len(samples), row_length)
-    for sample in samples:
-        need = sample.packed_length
+def pack_trajectories(trajectories: Sequence[Trajectory], *, row_length: int) -> list[list[Trajectory]]:
+    """Rows of whole trajectories, first fit in their order, filled up to `row_length` places; a longer one has a row of
+    its own."""
+    rows: list[list[Trajectory]] = []
+    room = _Room(len(trajectories), row_length)
+    for trajectory in trajectories:
+        need = trajectory.packed_length
         at = room.first(need) if need <= row_length else len(rows)
         if at == len(rows):
             rows.append([])
-        rows[at].append(sample)
+        rows[at].append(trajectory)
         room.take(at, need)
     return rows
 
@@ -154,36 +155,25 @@ class _Room:
             self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
 
 
-_PADDING = {
-    "ids": 0, "position": 0, "document": -1, "block": -1, "noisy": False, "clean": False, "last": False,
-    "to_twin": 0, "to_previous": 0,
-}  # fmt: skip
+def trajectory_batch(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
+    """The rows as tensors, padded to the longest.
 
+    A prompt a b and a response 1 2 3 4 5 in blocks of three (x: true, -: -1):
 
-def _places(sample: Sample, document: int) -> dict[str, Tensor]:
-    """A sample's places in a row, a value each [P + 2R]: `to_twin` and `to_previous` are distances (0: none)."""
-    P, R, n = len(sample.prompt_P), len(sample.response_R), sample.block_size
-    number_R = torch.arange(R) // n
-    noisy_R = P + torch.arange(R) + number_R * n  # earlier blocks are whole, their clean copies lie before it
-    clean_R = noisy_R + sample.lengths[number_R]
-    copies_2R = torch.stack([noisy_R, clean_R])
-    values = {name: torch.full((P + 2 * R,), value) for name, value in _PADDING.items()}
-    values["ids"][:P], values["ids"][copies_2R] = sample.prompt_P.long(), sample.response_R.long()
-    values["position"][:P], values["position"][copies_2R] = torch.arange(P), P + torch.arange(R)
-    values["document"][:] = document
-    values["block"][copies_2R] = number_R
-    values["noisy"][noisy_R] = values["clean"][clean_R] = values["last"][copies_2R[:, -1]] = True
-    values["to_twin"][noisy_R] = clean_R - noisy_R
-    values["to_previous"][1:P] = 1
-    values["to_previous"][clean_R] = clean_R.diff(prepend=torch.tensor([P - 1]))
-    return values
-
-
-def packed_batch(rows: Sequence[Sequence[Sample]]) -> TrajectoryBatch:
-    """The rows as tensors, padded to the longest."""
-    places = [[_places(sample, number) for number, sample in enumerate(row)] for row in rows]
+                    prompt |  noisy 0 |  clean 0 | noisy 1 | clean 1
+        place         0  1 |  2  3  4 |  5  6  7 |   8   9 |  10  11
+        ids           a  b |  1  2  3 |  1  2  3 |   4   5 |   4   5
+        positions     0  1 |  2  3  4 |  2  3  4 |   5   6 |   5   6
+        block         -  - |  0  0  0 |  0  0  0 |   1   1 |   1   1
+        noisy              |  x  x  x |          |   x   x |
+        loss               |          |  x  x  x |         |   x   x
+        clean_index   0  1 |  5  6  7 |  5  6  7 |  10  11 |  10  11
+        previous_idx  -  0 |  -  -  - |  1  5  6 |   -   - |   7  10
+        last               |          |          |       x |       x
+    """
+    parts = [_places(row) for row in rows]
     at = {
-        name: pad_sequence([torch.cat([p[name] for p in row]) for row in places], batch_first=True, padding_value=value)
+        name: pad_sequence([part[name] for part in parts], batch_first=True, padding_value=value)
         for name, value in _PADDING.items()
     }
     place_L = torch.arange(at["ids"].shape[1])
@@ -194,32 +184,92 @@ def packed_batch(rows: Sequence[Sequence[Sample]]) -> TrajectoryBatch:
         at["position"],
         block_BL=at["block"],
         noisy_BL=at["noisy"],
-        clean_index_BL=place_L + at["to_twin"],
+        clean_index_BL=place_L + at["to_clean"],
         previous_index_BL=torch.where(at["to_previous"] > 0, place_L - at["to_previous"], -1),
         last_BL=at["last"],
         **_blocks(rows),
     )
 
 
-def _blocks(rows: Sequence[Sequence[Sample]]) -> dict[str, Tensor]:
-    """What a batch says of its blocks."""
-    samples = [sample for row in rows for sample in row]
-    begins = [at for row in rows for at in accumulate((s.packed_length for s in row[:-1]), initial=0)]
-    index = [torch.arange(len(s.count_J)) for s in samples]
-    place = [at + len(s.prompt_P) + 2 * j * s.block_size for at, s, j in zip(begins, samples, index, strict=True)]
-    blocks_B = torch.tensor([sum(len(s.count_J) for s in row) for row in rows])
-    count_N = torch.cat([s.count_J for s in samples]).long()
-    length_N = torch.cat([s.lengths for s in samples])
-    N, n = len(count_N), int(length_N.max())
+@dataclass(frozen=True)
+class _Segment:
+    """Neighbouring places of a row: a prompt, or one copy of a block."""
+
+    tokens: Tensor
+    document: int
+    position: int  # of its first token in the text
+    block: int  # -1: the prompt
+    noisy: bool
+    ends: bool  # with the response's last token
+
+
+def _segments(row: Sequence[Trajectory]) -> Iterator[_Segment]:
+    """In the row's order."""
+    for document, trajectory in enumerate(row):
+        position = len(trajectory.prompt_P)
+        yield _Segment(trajectory.prompt_P, document, 0, -1, noisy=False, ends=False)
+        blocks = trajectory.response_R.split(trajectory.block_size)
+        for number, tokens in enumerate(blocks):
+            for noisy in (True, False):
+                yield _Segment(tokens, document, position, number, noisy=noisy, ends=number == len(blocks) - 1)
+            position += len(tokens)
+
+
+# what a row's places hold: `to_clean` and `to_previous` are distances in places (0: none), behind and before
+_PADDING = {
+    "ids": 0, "position": 0, "document": -1, "block": -1, "noisy": False, "clean": False, "last": False,
+    "to_clean": 0, "to_previous": 0,
+}  # fmt: skip
+
+
+def _places(row: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """A row's places, one value each [L] by the names of _PADDING."""
+    # 1. the segments one behind another: which one a place is in, and where in it
+    segments = list(_segments(row))
+    length_S = torch.tensor([len(s.tokens) for s in segments])
+    segment_L = torch.arange(len(segments)).repeat_interleave(length_S)
+    within, length = torch.arange(len(segment_L)) - (length_S.cumsum(0) - length_S)[segment_L], length_S[segment_L]
+    # 2. what a whole segment shares
+    shared = torch.tensor([(s.document, s.position, s.block, s.noisy, s.ends) for s in segments])
+    document, position, block, noisy, ends = shared[segment_L].unbind(1)
+    noisy = noisy.bool()
+    clean = ~noisy & (block >= 0)
+    # 3. links: a clean copy lies right behind the noisy one, so the clean text goes on before that
+    to_previous = torch.where(within > 0, 1, torch.where(clean, length + 1, 0)).masked_fill(noisy, 0)
+    return {
+        "ids": torch.cat([s.tokens for s in segments]).long(),
+        "position": position + within,
+        "document": document,
+        "block": block,
+        "noisy": noisy,
+        "clean": clean,
+        "last": ends.bool() & (within == length - 1),
+        "to_clean": torch.where(noisy, length, 0),
+        "to_previous": to_previous,
+    }
+
+
+def _blocks(rows: Sequence[Sequence[Trajectory]]) -> dict[str, Tensor]:
+    """What a batch says of its N blocks, row by row."""
+    # 1. each block's number in its response, its row, and where its noisy copy starts there
+    flat = [trajectory for row in rows for trajectory in row]
+    begins = [at for row in rows for at in accumulate((t.packed_length for t in row[:-1]), initial=0)]
+    index = [torch.arange(len(t.count_J)) for t in flat]
+    start = [at + len(t.prompt_P) + 2 * j * t.block_size for at, t, j in zip(begins, flat, index, strict=True)]
+    blocks_B = torch.tensor([sum(len(t.count_J) for t in row) for row in rows])
+    # 2. its states, from one flat list of all states to [N, K, n]
+    count_N = torch.cat([t.count_J for t in flat]).long()
+    length_N = torch.cat([t.lengths for t in flat])
+    N, K, n = len(count_N), int(count_N.max()), int(length_N.max())
     block_S = torch.arange(N).repeat_interleave(count_N)
     state_S = torch.arange(len(block_S)) - (count_N.cumsum(0) - count_N)[block_S]
-    states_NKn = torch.zeros(N, int(count_N.max()), n, dtype=torch.long)
-    states_NKn[block_S, state_S] = torch.cat([s.states_Sn for s in samples])[:, :n].long()
+    states_NKn = torch.zeros(N, K, n, dtype=torch.long)
+    states_NKn[block_S, state_S] = torch.cat([t.states_Sn for t in flat])[:, :n].long()
     return {
         "states_NKn": states_NKn,
         "count_N": count_N,
         "length_N": length_N,
         "index_N": torch.cat(index),
         "row_N": torch.arange(len(rows)).repeat_interleave(blocks_B),
-        "start_N": torch.cat(place),
+        "start_N": torch.cat(start),
     }

@@ -1,4 +1,4 @@
-"""Whose law on the clean text the noisy copies are drawn to: the model's own of this step, of the start, or a mean.
+"""Teachers of the consistency loss: same pass (stop-gradient), initial weights, or EMA.
 
 A teacher gives hidden states of the same packed rows and the head that reads them; it is never differentiated. Only
 the trained weights are copied (with LoRA: the adapters), and swapped in for the teacher's pass.

@@ -1,5 +1,8 @@
 """The AR base: next-token cross-entropy on packed documents; the target that all other methods share.
 
+Source: none; this is plain language-model training, L = - mean over supervised tokens of log p(x_t | x_<t within the
+document).
+
 Legend: B = rows, L = positions, P = supervised positions, D = width.
 """
 

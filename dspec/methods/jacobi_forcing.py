@@ -1,10 +1,14 @@
 """Jacobi Forcing: train a causal LM to map the noisy states of its own Jacobi trajectories to their fixed points.
 
-Source: "Jacobi Forcing", L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask
-(attention/masks.py). L_pc is the forward KL from the law on the clean copy to the law on the noisy one, place by
-place: at place t both predict token t + 1, so a block's last place predicts the next block's first token. Where both
-copies see the same text the KL of the same pass is zero, value and gradient, so no place needs to be left out but a
-response's last one, behind which there is nothing. L_AR runs over the clean copies, which are a plain causal text.
+Source: "Jacobi Forcing" (hao-ai-lab; released code hao-ai-lab/JacobiForcing@028dbd6), its training section:
+L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask (attention/masks.py). CLLM (arXiv
+2403.00835) is window 1 without a schedule; keeping part of the change is WiSE-FT (arXiv 2109.01903).
+
+L_pc is the forward KL from the distribution on the clean copy to the one on the noisy copy, place by place: at place t
+both predict token t + 1, so a block's last place predicts the next block's first token. Where both copies see the same
+text the KL of the same pass is zero, value and gradient, so no place needs to be left out but a response's last one,
+behind which there is nothing. L_AR runs over the clean copies, which are a plain causal text.
+
 Departures: lambda, temperature, weights and what the sums are divided by are parameters (the released code fixes 10
 on L_AR, divides L_pc twice and trains on prompts); `decay` lets the KL count less behind a block's first wrong token,
 since decoding accepts tokens from the left; `interpolation` keeps part of what training changed. CLLM is window 1, no
@@ -45,8 +49,8 @@ def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
     last = batch.last_BL & ~batch.noisy_BL
     weight = torch.zeros_like(batch.ids_BL, dtype=widest(batch.ids_BL.device))
     for row, place in last.nonzero().tolist():
-        own = batch.document_BL[row] == batch.document_BL[row, place]  # type: ignore[index]
-        weight[row, own] = 1 / float(batch.block_BL[row, place] + 1)
+        same_document = batch.document_BL[row] == batch.document_BL[row, place]  # type: ignore[index]
+        weight[row, same_document] = 1 / float(batch.block_BL[row, place] + 1)
     return weight, last.sum()
 
 
@@ -63,13 +67,13 @@ class Tuning(Protocol):
 
 
 class FullFineTuning:
-    """All weights; what is kept lies on the line from the old ones to the trained ones.
+    """All weights; what is kept lies on the line between the weights before and after training.
 
-    Source: WiSE-FT (arXiv 2109.01903), the line between the weights before and after training.
+    Source: WiSE-FT (arXiv 2109.01903): (1 - alpha) before + alpha after.
     """
 
     def __init__(self, *, interpolation: float) -> None:
-        """`interpolation` in (0, 1]; 1 keeps the whole change."""
+        """`interpolation` is alpha in (0, 1]; 1 keeps the whole change. Raises UserError for others."""
         self.interpolation = _interpolation(interpolation)
         self._before: dict[str, Tensor] = {}
 
@@ -88,7 +92,7 @@ class FullFineTuning:
 
 
 class LoRA:
-    """Low-rank adapters (peft) beside linear layers; a share of them is merged into the weights at the end."""
+    """Low-rank adapters (peft) beside linear layers, scaled by `interpolation` and merged at the end."""
 
     def __init__(self, *, rank: int, alpha: int, modules: str, interpolation: float) -> None:
         """`modules` is a pattern of layer names, or "all-linear"; `interpolation` as for FullFineTuning."""
@@ -116,7 +120,7 @@ class LoRA:
 
 def _interpolation(interpolation: float) -> float:
     if not 0 < interpolation <= 1:
-        raise UserError(f"method.tuning.interpolation={interpolation} of the change must be above 0 and at most 1")
+        raise UserError(f"method.tuning.interpolation={interpolation} must be above 0 and at most 1 (the whole change)")
     return interpolation
 
 
@@ -171,6 +175,7 @@ class JacobiForcing(Method):
 
     def loss_at(self, batch: TrajectoryBatch, chosen_N: Tensor) -> LossOutput:
         """The loss with given states in the noisy copies."""
+        # 1. one pass over both copies of every block
         ids_BL = batch.with_states(chosen_N)
         positions, document = batch.positions_BL, batch.document_BL
         if positions is None or document is None:
@@ -178,26 +183,30 @@ class JacobiForcing(Method):
         mask = masks.noise_conditioned(document, batch.block_BL, batch.noisy_BL, window=self.window)
         hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
         teacher, teacher_head = self.teacher(self.target, ids_BL, positions_BL=positions, mask=mask, student_BLD=hidden)
+        # 2. L_pc on the noisy copies, less behind a block's first wrong token
         weight_BL, total = self.normalisation(batch)
         if self.decay is not None:
-            behind_Nn = depth(batch.states(chosen_N), batch.fixed_points, batch.length_N).to(weight_BL)
-            weight_BL = weight_BL * batch.scatter_to_noisy(
-                torch.exp(-behind_Nn / self.decay), torch.ones_like(weight_BL)
-            )
+            weight_BL = weight_BL * self._decayed(batch, chosen_N, self.decay, torch.ones_like(weight_BL))
         kl_sum, kl = self._consistency(batch, hidden, teacher, teacher_head, weight_BL)
+        # 3. L_AR on the clean ones
         ce_sum, ce = self._next_token(batch, ids_BL, hidden)
-        count = torch.tensor(float(len(kl)), device=kl.device)
+        places, tokens = (torch.tensor(float(len(stats)), device=stats.device) for stats in (kl, ce))
         metrics = {
-            "kl": (kl[:, 0].sum(), count),
-            "match": (kl[:, 1].sum(), count),
-            "ce": (ce[:, 0].sum(), torch.tensor(float(len(ce)), device=ce.device)),
+            "kl": (kl[:, 0].sum(), places),
+            "match": (kl[:, 1].sum(), places),
+            "ce": (ce[:, 0].sum(), tokens),
         }
         return LossOutput(self.consistency_weight * kl_sum + self.ar_weight * ce_sum, total, metrics)
+
+    def _decayed(self, batch: TrajectoryBatch, chosen_N: Tensor, decay: float, onto_BL: Tensor) -> Tensor:
+        """exp(-d / decay) at noisy places d tokens behind their block's first wrong one, else `onto_BL`."""
+        behind_Nn = depth(batch.states(chosen_N), batch.fixed_points, batch.length_N).to(onto_BL)
+        return batch.scatter_to_noisy(torch.exp(-behind_Nn / decay), onto_BL)
 
     def _consistency(
         self, batch: TrajectoryBatch, hidden: Tensor, teacher: Tensor, teacher_head: Tensor, weight_BL: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Place t of a noisy copy against place t of its clean twin: both predict token t + 1."""
+        """Place t of a noisy copy against place t of the clean one: both predict token t + 1."""
         chosen = batch.noisy_BL & ~batch.last_BL
         row = chosen.nonzero()[:, 0]
         return chunked_sum(

@@ -19,12 +19,12 @@ from transformers import Qwen3Config
 from dspec.atomic import atomic_folder, restore
 from dspec.calibration.sts import Calibration
 from dspec.errors import UserError
-from dspec.models.draft import Draft, DraftConfig
+from dspec.models.draft import Draft, DraftConfig, DraftMetadata
 from dspec.models.language_model import LanguageModel
 
 DEEPSPEC, ZLAB = "Qwen3DSparkModel", "DFlashDraftModel"
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
-_OWN_KEYS = [
+_DRAFT_KEYS = [
     "architectures",
     "block_size",
     "mask_token_id",
@@ -58,23 +58,23 @@ def save_pretrained(draft: Draft, folder: Path, *, card: str) -> None:
 
 def config_dict(draft: Draft) -> dict[str, Any]:
     """The drafter's config.json."""
-    config = draft.config
-    own: dict[str, Any] = {
+    config, metadata = draft.config, draft.metadata
+    dspec_only: dict[str, Any] = {
         "layout": config.layout,
-        "calibration": draft.calibration.to_dict() if draft.calibration is not None else None,
-        "prompt_policy": draft.prompt_policy,
+        "calibration": metadata.calibration.to_dict() if metadata.calibration is not None else None,
+        "prompt_policy": metadata.prompt_policy,
     }
     base = config.transformer.to_dict() | {
         "dtype": str(next(draft.fc.parameters()).dtype).removeprefix("torch."),
         "block_size": config.block_size,
         "num_target_layers": config.num_target_layers,
-        "dspec": own,
+        "dspec": dspec_only,
     }
     ids = list(config.target_layer_ids)
     if config.layout == "fill_in":
         nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
         return base | {"architectures": [ZLAB], "dflash_config": nested}
-    anchors = {} if draft.num_anchors is None else {"num_anchors": draft.num_anchors}
+    anchors = {} if metadata.num_anchors is None else {"num_anchors": metadata.num_anchors}
     return (
         base
         | anchors
@@ -119,10 +119,17 @@ def from_pretrained(folder: str | Path, *, target: LanguageModel, layout: str | 
                 shapes = f"{tuple(tensors[name].shape)} instead of {tuple(parameter.shape)}"
                 raise UserError(f"{folder}/model.safetensors: tensor {name} has shape {shapes}")
             parameter.copy_(tensors[name])
-    own = raw.get("dspec") or {}
-    draft.calibration = _calibration(own.get("calibration"), config, folder)
-    draft.prompt_policy, draft.num_anchors = own.get("prompt_policy") or {}, raw.get("num_anchors")
+    draft.metadata = _metadata(raw, config, folder)
     return draft.eval()
+
+
+def _metadata(raw: dict[str, Any], config: DraftConfig, folder: Path) -> DraftMetadata:
+    dspec_only = raw.get("dspec") or {}
+    return DraftMetadata(
+        calibration=_calibration(dspec_only.get("calibration"), config, folder),
+        prompt_policy=dspec_only.get("prompt_policy") or {},
+        num_anchors=raw.get("num_anchors"),
+    )
 
 
 def _calibration(stored: dict[str, Any] | None, config: DraftConfig, folder: Path) -> Calibration | None:
@@ -156,7 +163,7 @@ def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> Dr
         flat = {**raw, **(raw.get("dflash_config") or {})}
         is_dspark = architecture == DEEPSPEC
         rank = int(raw.get("markov_rank") or 0)
-        transformer = Qwen3Config(**{k: v for k, v in raw.items() if k not in _OWN_KEYS})
+        transformer = Qwen3Config(**{k: v for k, v in raw.items() if k not in _DRAFT_KEYS})
         if "sliding_attention" in (transformer.layer_types or ()):
             raise UserError(f"the drafter in {folder} has sliding-window layers, which dspec's drafter does not model")
         return DraftConfig(
@@ -223,10 +230,10 @@ def _shared(copy: Tensor | None, module: Any) -> Any:
     """The target's own module, unless the folder brings other weights than the target's."""
     if copy is None or torch.equal(copy.to(module.weight), module.weight):
         return module
-    own = (
+    separate = (
         nn.Embedding(*copy.shape)
         if isinstance(module, nn.Embedding)
         else nn.Linear(copy.shape[1], copy.shape[0], bias=False)
     )
-    own.weight = nn.Parameter(copy.to(module.weight), requires_grad=False)
-    return own
+    separate.weight = nn.Parameter(copy.to(module.weight), requires_grad=False)
+    return separate

@@ -13,7 +13,7 @@ H/G = query / key-value heads, W = head width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -77,6 +77,15 @@ class DraftConfig:
     def num_drafts(self) -> int:
         """Draft tokens a round."""
         return self.block_size - self.first_slot
+
+
+@dataclass(kw_only=True)
+class DraftMetadata:
+    """What training and calibration note about a drafter; a checkpoint keeps it beside shape and weights."""
+
+    calibration: Calibration | None = None  # STS temperatures, once fitted
+    prompt_policy: dict[str, Any] = field(default_factory=dict)  # how training prompts were rendered
+    num_anchors: int | None = None  # blocks per row in training, which DeepSpec's config.json carries
 
 
 class RMSNorm(nn.Module):
@@ -164,9 +173,7 @@ class Draft(nn.Module):
             self.confidence_head = ConfidenceHead(hidden_size=width, markov_rank=rank)
         self.apply(self._initialise)
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
-        self.calibration: Calibration | None = None  # STS temperatures, once fitted
-        self.prompt_policy: dict[str, Any] = {}  # how training prompts were rendered
-        self.num_anchors: int | None = None  # blocks a row in training, which DeepSpec's config.json carries
+        self.metadata = DraftMetadata()
         self._table: Rotation | None = None
         for module in (embed_tokens, lm_head):
             module.requires_grad_(False)

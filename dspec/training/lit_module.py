@@ -1,40 +1,33 @@
 """The one LightningModule: any Method, one optimizer, a warm-up and cosine schedule, sums pooled over ranks.
 
 Randomness of a row comes from a generator seeded by (seed, batch number, the row's place in the batch of all ranks
-together), so a resumed run draws what an unbroken one draws, and several ranks what one would.
+together), so a resumed run draws what an unbroken one draws, and several ranks what one would. It knows no method's
+metrics: what is derived from them, and what the progress bar shows, the method says.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import get_cosine_with_hard_restarts_schedule_with_warmup
 
 from dspec.errors import UserError
 from dspec.method import Batch, LossOutput, Method, Metrics
+from dspec.seeding import training_row_seed, validation_row_seed
 
-SHOWN = ("loss", "accept_0", "accuracy_0", "expected_tau")  # on the progress bar
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def ratios(metrics: Metrics) -> dict[str, Tensor]:
-    """Each metric's sum over its count; one with an entry a slot becomes name_0, name_1, ..."""
+def logged_values(metrics: Metrics, method: Method) -> dict[str, Tensor]:
+    """Each metric's sum over its count, and what the method derives from these; one with an entry per slot becomes
+    name_0, name_1, ..."""
+    ratios = {name: total / count.clamp(min=1e-6) for name, (total, count) in metrics.items()}
     values: dict[str, Tensor] = {}
-    for name, (total, count) in metrics.items():
-        ratio = total / count.clamp(min=1e-6)
+    for name, ratio in (ratios | method.derived(ratios)).items():
         values |= {name: ratio} if ratio.dim() == 0 else {f"{name}_{k}": r for k, r in enumerate(ratio)}
-    if "accept_0" in values:  # tau if every slot were drawn from its law: 1 + sum of cumulative products
-        slots = torch.stack([v for name, v in values.items() if name.startswith("accept_")])
-        values["expected_tau"] = 1 + slots.cumprod(0).sum()
     return values
-
-
-def step_seed(*parts: int) -> int:
-    """A well-mixed 64-bit seed from several numbers."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 class LitModule(L.LightningModule):
@@ -50,13 +43,11 @@ class LitModule(L.LightningModule):
         # DDP would send them from rank 0 in every step; they are the same on all ranks (a teacher's copies of weights)
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
-    def setup(self, stage: str) -> None:
-        self.method.begin()
-
-    def _loss(self, batch: Batch, *seed: int) -> LossOutput:
-        rows = len(batch.ids_BL)
-        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/module.py)
-        seeds = (step_seed(self.seed, *seed, row * ranks + self.global_rank) for row in range(rows))
+    def _loss(self, batch: Batch, number: int, *, row_seed: Callable[[int, int, int], int]) -> LossOutput:
+        """The method's loss of batch `number`, each row with a generator of its own."""
+        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/loaders.py)
+        rows = (r * ranks + self.global_rank for r in range(len(batch.ids_BL)))
+        seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 
     def _pooled(self, value: Tensor) -> Tensor:
@@ -66,25 +57,26 @@ class LitModule(L.LightningModule):
         return gathered.sum(0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        output = self._loss(batch, self.batches_seen)
+        output = self._loss(batch, self.batches_seen, row_seed=training_row_seed)
         self.batches_seen += 1
         weight = self._pooled(output.weight).clamp(min=1e-6)
         # DDP averages gradients over ranks: times world_size makes it the gradient of the global ratio
         loss = output.loss_sum * self.trainer.world_size / weight
         metrics = {"loss": (output.loss_sum, output.weight)} | output.metrics
-        for name, value in ratios({k: self._pooled_pair(v) for k, v in metrics.items()}).items():
-            self.log(f"train/{name}", value, prog_bar=name in SHOWN, batch_size=1)
+        pooled = {name: self._pooled_pair(pair) for name, pair in metrics.items()}
+        for name, value in logged_values(pooled, self.method).items():
+            self.log(f"train/{name}", value, prog_bar=name in ("loss", *self.method.shown), batch_size=1)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        output = self._loss(batch, 2**31, batch_idx)
+        output = self._loss(batch, batch_idx, row_seed=validation_row_seed)
         for name, pair in ({"loss": (output.loss_sum, output.weight)} | output.metrics).items():
             total, count = self._pooled_pair(pair)
             before = self._validation.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
             self._validation[name] = before[0] + total, before[1] + count
 
     def on_validation_epoch_end(self) -> None:
-        for name, value in ratios(self._validation).items():
+        for name, value in logged_values(self._validation, self.method).items():
             self.log(f"val/{name}", value)
         self._validation = {}
 

@@ -1,10 +1,20 @@
-"""The stages of the main job: train -> export -> calibrate -> export with temperatures -> evaluate -> report.
+"""The stages of the main job: train -> export -> calibrate -> evaluate -> report.
 
-Each leaves its artefact in the run folder, so that a killed run goes on behind the last one. This module wires what the
-config names; the command is dspec/train.py.
+    stage       artefact                     what is done again
+    train       checkpoints/last.ckpt        nothing before the last checkpoint, if settings (config.json), target's
+                                             weights and training rows are those it began with; else it is refused
+    export      draft/ or target/            written whole, before and after calibration
+    calibrate   calibration.json             nothing, if found for the same weights, prompts and settings
+    evaluate    samples.jsonl, results.json  no sample that was written with the same weights, prompts and settings
+    report      table, plots                 all of it: seconds
+
+Each starts from the artefacts of those before it, so a killed run goes on behind the last one. This module wires what
+the config names. It is general in the method but for this: where there is a drafter, its prompt policy is noted in it,
+and STS temperatures, if the config asks for them, are fitted between two exports. The command is dspec/train.py.
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,98 +32,172 @@ from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 from dspec.provenance import provenance
 from dspec.terminal import quiet
-from dspec.training.lightning_parts import (
-    AtomicCheckpointIO,
-    FinalCheckpoint,
-    History,
-    check_same_config,
-    check_trainer,
-    portable,
-    resume_checkpoint,
-)
+from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
+from dspec.training.checks import check_trainer
+from dspec.training.history import History
 from dspec.training.lit_module import LitModule
+from dspec.training.models import Models
+from dspec.training.resuming import check_same_config, portable
 
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> None:
+def run_job(cfg: DictConfig) -> None:
     """One run in Hydra's run folder; each stage leaves its artefact there before the next one begins."""
     quiet()
-    choices = HydraConfig.get().runtime.choices
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    job = prepare(cfg)
+    train(job)
+    if not job.trainer.is_global_zero:
+        return
+    run = _provenance(job)
+    export(job, run)
+    calibration = calibrate(job, run)
+    results = evaluate(job, run, calibration)
+    job.report(results=results, history=job.history.rows, run_dir=job.run_dir, logger=job.trainer.logger)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that the config names, made and checked before anything heavy is done."""
+
+    run_dir: Path
+    config: dict[str, Any]
+    recipe: str | None
+    models: Models
+    data: Any
+    method: Method
+    calibration: Any  # None: no such stage
+    contenders: Any
+    benchmarks: Any
+    evaluation: Any
+    report: Any
+    history: History
+    trainer: L.Trainer
+    module: LitModule
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.strategy.root_device
+
+
+def prepare(cfg: DictConfig) -> Job:
+    """Makes all parts and checks them against each other. Raises UserError for what would fail later."""
+    hydra = HydraConfig.get().runtime
+    run_dir = Path(hydra.output_dir)
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if cfg.resume is not None:
-        check_same_config(run_dir, plain)
+        check_same_config(run_dir, config)
     torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
+    # models first: the rest is made for them, in an order that the random numbers of fresh weights hang on
     target: LanguageModel = instantiate(cfg.target)
-    dtype = target.dtype  # as it is decoded and shipped; in training a method may hold wider weights
     data = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
-    parts: dict[str, LanguageModel | Draft] = (
-        {"target": target} if draft is None else {"target": target, "draft": draft}
-    )
-    method: Method = instantiate(cfg.method, **parts)
-    calibrate = instantiate(cfg.calibration)
+    models = Models(target=target, draft=draft)
+    method: Method = instantiate(cfg.method, **models.parts)
+    calibration = instantiate(cfg.calibration)
     contenders, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
-    if calibrate is not None:
-        calibrate.check(draft)
-        calibrate.check_prompts(target, draft, [ids for _, ids in data.encoded("calibration")])
+    if calibration is not None:
+        calibration.check(draft)
+        calibration.check_prompts(target, draft, calibration_prompts(data))
     evaluation.encode_prompts(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
+
+    # then the trainer, whose logger writes from now on
     history = History()
     trainer: L.Trainer = instantiate(
         cfg.trainer,
         default_root_dir=str(run_dir),
-        callbacks=[*filter(None, instantiate(cfg.callbacks).values()), history, FinalCheckpoint(run_dir)],
+        callbacks=[*filter(None, instantiate(cfg.callbacks).values()), models, history, FinalCheckpoint(run_dir)],
         logger=instantiate(cfg.logger),
         plugins=[AtomicCheckpointIO()],
     )
     check_trainer(trainer, method)
-    rank_zero_only(write_json)(run_dir / "config.json", portable(plain, run_dir))
-    rank_zero_only(remember_command)(cfg)
-
-    log.info("training %s against %s in %s", cfg.label, target.name, run_dir)
-    method.to(trainer.strategy.root_device)  # responses are written there, too
     module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
-    try:
-        trainer.fit(module, datamodule=data, ckpt_path=resume_checkpoint(run_dir) if cfg.resume is not None else None)
-    except SystemExit as stopped:  # how Lightning ends on Ctrl-C and on SIGTERM: without a word, on SIGTERM with code 0
-        if not trainer.is_global_zero:
-            raise
-        raise UserError(f"interrupted; go on with resume={run_dir}") from stopped
-    if not trainer.is_global_zero:
-        return
-    torch.use_deterministic_algorithms(False)  # what follows is timed
-    method.finish()
-    for part in parts.values():  # Lightning has left them on the CPU
-        part.eval().to(device=trainer.strategy.root_device, dtype=dtype)
-
-    run = provenance(
-        seed=cfg.seed, dtype=str(dtype).removeprefix("torch."), config=plain, prompt_policy=data.prompt_policy
-    )
-    card = report.card(target=target.name, run=run, command=choices["recipe"])
-    if draft is not None:
-        draft.prompt_policy = data.prompt_policy
-    method.export(run_dir, card=card)
-    calibration = None
-    if draft is not None and calibrate is not None:
-        prompts = [ids for _, ids in data.encoded("calibration")]
-        calibration = calibrate(
-            target=target, draft=draft, prompts=prompts, stop_ids=target.stop_ids, artefact=run_dir / "calibration.json"
-        )
-        method.export(run_dir, card=card)  # with its temperatures
-    results = evaluation(
-        target=target,
-        draft=draft,
+    rank_zero_only(write_json)(run_dir / "config.json", portable(config, run_dir))
+    rank_zero_only(remember_command)(cfg)
+    log.info("training %s against %s in %s", cfg.label, target.name, run_dir)
+    return Job(
+        run_dir=run_dir,
+        config=config,
+        recipe=hydra.choices["recipe"],
+        models=models,
+        data=data,
+        method=method,
+        calibration=calibration,
         contenders=contenders,
         benchmarks=benchmarks,
-        policy=data.policy,
+        evaluation=evaluation,
+        report=report,
+        history=history,
+        trainer=trainer,
+        module=module,
+    )
+
+
+def calibration_prompts(data: Any) -> list[list[int]]:
+    return [ids for _, ids in data.encoded("calibration")]
+
+
+def train(job: Job) -> None:
+    """Trains the method, or goes on from the last checkpoint; leaves plain models as they ship."""
+    job.models.for_data(job.method, job.device)
+    checkpoint = resume_checkpoint(job.run_dir) if job.config["resume"] is not None else None
+    try:
+        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint)
+    except SystemExit as stopped:  # how Lightning ends on Ctrl-C and on SIGTERM: without a word, on SIGTERM with code 0
+        if not job.trainer.is_global_zero:
+            raise
+        raise UserError(f"interrupted; go on with resume={job.run_dir}") from stopped
+    if job.trainer.is_global_zero:
+        torch.use_deterministic_algorithms(False)  # what follows is timed
+        job.method.finish()
+        job.models.as_shipped(job.device)
+
+
+def _provenance(job: Job) -> dict[str, Any]:
+    dtype = str(job.models.dtype).removeprefix("torch.")
+    policy = job.data.prompt_policy
+    return provenance(seed=job.config["seed"], dtype=dtype, config=job.config, prompt_policy=policy)
+
+
+def export(job: Job, run: dict[str, Any]) -> None:
+    """The trained component in its own folder, with a model card."""
+    if job.models.draft is not None:
+        job.models.draft.metadata.prompt_policy = job.data.prompt_policy
+    card = job.report.card(target=job.models.target.name, run=run, command=job.recipe)
+    job.method.export(job.run_dir, card=card)
+
+
+def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
+    """The report of the calibration, whose temperatures the drafter then ships with; None where there is none."""
+    target, draft = job.models.target, job.models.draft
+    if draft is None or job.calibration is None:
+        return None
+    found: dict[str, Any] = job.calibration(
+        target=target,
+        draft=draft,
+        prompts=calibration_prompts(job.data),
         stop_ids=target.stop_ids,
-        folder=run_dir,
+        artefact=job.run_dir / "calibration.json",
+    )
+    export(job, run)  # with its temperatures
+    return found
+
+
+def evaluate(job: Job, run: dict[str, Any], calibration: dict[str, Any] | None) -> dict[str, Any]:
+    """The content of results.json, which grows with every benchmark that is done."""
+    results: dict[str, Any] = job.evaluation(
+        target=job.models.target,
+        draft=job.models.draft,
+        contenders=job.contenders,
+        benchmarks=job.benchmarks,
+        policy=job.data.policy,
+        stop_ids=job.models.target.stop_ids,
+        folder=job.run_dir,
         run=run,
         calibration=calibration,
-        settings=portable(plain | {"resume": None}, run_dir),
+        settings=portable(job.config | {"resume": None}, job.run_dir),
     )
-    report(results=results, history=history.rows, run_dir=run_dir, logger=trainer.logger)
+    return results

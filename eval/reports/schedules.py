@@ -8,7 +8,7 @@ Reads results.json of each run; quality and passes are pooled over the benchmark
 temperature by itself.
 """
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def ablation(folders: Sequence[Path], *, decoder: str) -> list[list[str]]:
         method = results["run"]["config"].get("method")
         if not isinstance(method, dict) or "schedule" not in method or "window" not in method:
             raise UserError(f"{folder} is no training run with a noise schedule: give runs of recipe=jacobi_forcing")
-        schedule = (method["schedule"] or {}).get("_target_", "none").rpartition(".")[2]
+        schedule = (method["schedule"] or {}).get("_target_", "none").rpartition(".")[2].removesuffix("Schedule")
         window = "–" if method["window"] is None else str(method["window"])
         for temperature in sorted({row["decoder"]["temperature"] for row in results["rows"]}):
             rows = [row for row in results["rows"] if row["decoder"]["temperature"] == temperature]
@@ -53,8 +53,8 @@ def _pooled(rows: Sequence[dict[str, Any]], decoder: str, folder: Path) -> tuple
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m eval.ablation", description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path, help="folders of finished runs of recipe=jacobi_forcing")
     with one_line_errors():
-        if len(sys.argv) < 2:
-            raise UserError("say which runs: python -m eval.ablation runs/sweep/<time>/*/")
-        cells = ablation([Path(a) for a in sys.argv[1:]], decoder=DECODER)
+        cells = ablation(parser.parse_args().folders, decoder=DECODER)
         print(f"noise schedules, decoder {DECODER}\n{aligned(HEADERS, cells)}")

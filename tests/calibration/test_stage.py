@@ -87,7 +87,7 @@ def test_gate_opens_for_a_miscalibrated_head_and_the_held_out_error_falls(
     assert all(0.75 < t / temperature < 1.33 for t in run.report["temperatures"])
     assert run.report["mean_ece_after"] < 0.6 * run.report["mean_ece_before"]
     assert all(slot["ece_after"] < slot["ece_before"] for slot in run.report["slots"])
-    assert list(run.draft.calibration.temperatures) == run.report["temperatures"]
+    assert list(run.draft.metadata.calibration.temperatures) == run.report["temperatures"]
     assert (run.report["fitting_rounds"], run.report["rounds"]) == (36 * 100, 24 * 100)
 
 
@@ -99,7 +99,7 @@ def test_gate_stays_shut_for_a_calibrated_head(calibrated: Callable[..., SimpleN
     traces, _ = gather([Generation(passes=make(i)) for i in range(PROMPTS)])
     assert fit_sts(traces, grid=grid, bins=SETTINGS["bins"]).tolist() != [1.0] * SLOTS
     assert run.report["temperatures"] == [1.0] * SLOTS
-    assert run.draft.calibration.temperatures == (1.0,) * SLOTS
+    assert run.draft.metadata.calibration.temperatures == (1.0,) * SLOTS
     assert run.report["mean_ece_after"] == run.report["mean_ece_before"]
 
 
@@ -197,13 +197,16 @@ def test_decodes_every_prompt_once_as_configured(calibrated: Callable[..., Simpl
         assert call.decoder.record_confidence
         assert isinstance(call.decoder.policy, VerifyAll)  # a cut draft would hang validity on confidence
         assert call.decoder.proposer.draft is run.draft
-    assert (run.draft.calibration.temperature, run.draft.calibration.top_p) == (WARM.temperature, WARM.top_p)
+    assert (run.draft.metadata.calibration.temperature, run.draft.metadata.calibration.top_p) == (
+        WARM.temperature,
+        WARM.top_p,
+    )
     assert run.report["sampling"] == WARM.to_dict()
 
 
 @pytest.mark.parametrize(("noise", "top_p", "opens"), [(0.0, 0.01, False), (0.02, 1.0, True)])
 def test_true_decoding(toys: SimpleNamespace, noise: float, top_p: float, opens: bool) -> None:
-    """A head that is sure of every token: right where both laws are one and the same token, else wrong."""
+    """A head that is sure of every token: right where both distributions are one and the same token, else wrong."""
     sampling = Sampling(temperature=1.0, top_p=top_p)
     target, of = toys.markov_pair(noise=noise, block=SLOTS)
     draft = toys.draft(target, block=SLOTS, head="vanilla", rank=24, confidence=True)
@@ -237,4 +240,4 @@ def test_refusals(toys: SimpleNamespace) -> None:
     draft = toys.draft(target, confidence=True)
     with pytest.raises(UserError, match="too few"):
         stage(target=target, draft=draft, prompts=[[1]] * 4, stop_ids=[])
-    assert draft.calibration is None
+    assert draft.metadata.calibration is None

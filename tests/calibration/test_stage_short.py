@@ -128,9 +128,9 @@ def test_an_outcome_is_kept_for_the_same_weights_prompts_and_settings_alone(
     how: dict[str, Any] = {"target": target, "draft": draft, "prompts": PROMPTS, "stop_ids": (1,)}
     artefact = tmp_path / "calibration.json"
     first = stage()(**how, artefact=artefact)
-    fitted, draft.calibration = draft.calibration, None
+    fitted, draft.metadata.calibration = draft.metadata.calibration, None
     assert stage()(**how, artefact=artefact) == first
-    assert (draft.calibration, len(asked)) == (fitted, 1)
+    assert (draft.metadata.calibration, len(asked)) == (fitted, 1)
     for number, change in enumerate(
         ({"target": other}, {"draft": changed}, {"prompts": PROMPTS[1:]}, {"stop_ids": (2,)}), start=2
     ):

@@ -233,7 +233,7 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("need temperature", lambda: Calibration((1.0,), temperature=-1.0, top_p=1.0)),
     ("need temperature", lambda: Calibration((1.0,), temperature=1.0, top_p=0.0)),
     ("just temperatures", lambda: Calibration.from_dict({"temperatures": [1.0]})),
-    ("one T a slot", lambda: calibrated_confidence(Z, torch.ones(2))),
+    ("one T per slot", lambda: calibrated_confidence(Z, torch.ones(2))),
     ("low < 1 < high", lambda: temperature_grid(low=1.0, high=2.0, points=10)),
     (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([0.5, 2.0]), bins=BINS)),
     (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([-1.0, 1.0]), bins=BINS)),

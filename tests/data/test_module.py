@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
-from data.module import Conversations, PackedCorpus, Share, Shuffle, pack, packed_batch, pad, shares, shuffled
+from data.loaders import Share, Shuffle, shares, shuffled
+from data.module import Conversations, PackedCorpus, document_batch, pack_documents, pad
 from data.prompts import EmbeddedPrompts, JsonlPrompts
 from dspec.errors import UserError
 from dspec.method import Batch
@@ -126,9 +127,9 @@ def test_pad_and_pack() -> None:
     batch = pad([([5, 6, 7], 1), ([8, 9], 1)])
     assert batch.ids_BL.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.loss_BL.tolist() == [[False, True, True], [False, True, False]]
-    rows = pack([([1, 2, 3], 1), ([4, 5], 1), ([6, 7, 8, 9], 2)], 6)
+    rows = pack_documents([([1, 2, 3], 1), ([4, 5], 1), ([6, 7, 8, 9], 2)], 6)
     assert [[ids for ids, _ in row] for row in rows] == [[[1, 2, 3], [4, 5]], [[6, 7, 8, 9]]]
-    packed = packed_batch(rows, 6)
+    packed = document_batch(rows, 6)
     assert packed.document_BL is not None
     assert packed.positions_BL is not None
     assert packed.document_BL.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1]]
@@ -138,7 +139,7 @@ def test_pad_and_pack() -> None:
         [False, False, True, True, False, False],
     ]
     with pytest.raises(UserError, match="row_length=6"):
-        pack([([0] * 7, 1)], 6)
+        pack_documents([([0] * 7, 1)], 6)
 
 
 def test_packed_corpus_options(target: LanguageModel) -> None:

@@ -23,7 +23,7 @@ from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError
-from dspec.jacobi_forcing.packing import Sample
+from dspec.jacobi_forcing.packing import Trajectory
 from dspec.methods.jacobi_forcing import LoRA
 from dspec.models.language_model import LanguageModel, embedded_target
 from dspec.seeding import prompt_seed
@@ -92,14 +92,14 @@ def test_no_state_is_lost(toys: SimpleNamespace, seed: int) -> None:
         assert sample.blocks[0][0] == first.block(0)[: len(generation.tokens)]
 
 
-def lists(sample: Sample) -> tuple[list[int], list[int], list[list[list[int]]]]:
+def lists(sample: Trajectory) -> tuple[list[int], list[int], list[list[list[int]]]]:
     return sample.prompt_P.tolist(), sample.response_R.tolist(), sample.blocks
 
 
 def test_shard_round_trip(tmp_path: Path) -> None:
     samples = [
-        Sample.of([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
-        Sample.of([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
+        Trajectory.from_lists([1, 2, 3], [4, 5, 6, 7], [[[0, 5, 1], [4, 5, 6]], [[2], [7]]], block_size=3),
+        Trajectory.from_lists([9], [8, 8, 8], [[[8, 8, 8]]], block_size=3),
     ]
     write_shard(tmp_path / "a.safetensors", ["x", "y"], samples)
     back = read_shard(tmp_path / "a.safetensors", block_size=3)
@@ -153,12 +153,20 @@ def test_collected_once_and_gaps_filled(toys: SimpleNamespace, tmp_path: Path, m
         gather(toys, tmp_path / "a")
 
 
+def test_what_a_killed_writer_left_is_cleared(toys: SimpleNamespace, tmp_path: Path) -> None:
+    gather(toys, tmp_path / "a")
+    before = sorted(p.name for p in (tmp_path / "a").iterdir())
+    (tmp_path / "a" / f".{before[0]}.4711.tmp").write_bytes(b"half")
+    gather(toys, tmp_path / "a")
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == before
+
+
 def test_added_and_changed_prompts_alone_are_decoded(
     toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, decoded = gather(toys, tmp_path / "a"), []
 
-    def watched(decoder: Jacobi, prompts: Any, **options: Any) -> list[Sample]:
+    def watched(decoder: Jacobi, prompts: Any, **options: Any) -> list[Trajectory]:
         decoded.extend(prompts)
         return trace(decoder, prompts, **options)
 
@@ -245,6 +253,25 @@ def test_every_option_changes_the_batches(target: LanguageModel, tmp_path_factor
     assert base != changed
 
 
+def test_held_out_trajectories_are_not_trained_on(target: LanguageModel, tmp_path_factory: Any) -> None:
+    """Each usable one is in one of the two sets; of each loader's batches the prompts say whose they are."""
+    data = module(target, tmp_path_factory.getbasetemp() / "trajectories", validation=3, batch_size=1, max_length=10**6)
+    data.setup("fit")
+    trained, held_out = (
+        sorted(
+            tuple(ids[(document == number) & (block < 0)].tolist())
+            for batch in loader
+            for ids, document, block in zip(batch.ids_BL, batch.document_BL, batch.block_BL, strict=True)
+            for number in range(int(document.max()) + 1)
+        )
+        for loader in (data.train_dataloader(), data.val_dataloader())
+    )
+    prompts = [tuple(t.prompt_P.tolist()) for t in data.trajectories()]
+    assert held_out == sorted(prompts[:3])
+    assert set(trained) <= set(prompts[3:])
+    assert len(trained) >= 3  # the last batch may be left out
+
+
 def test_ranks_share_the_rows(target: LanguageModel, tmp_path_factory: Any) -> None:
     cache = tmp_path_factory.getbasetemp() / "trajectories"
 
@@ -283,11 +310,14 @@ def test_the_cache_is_keyed_by_what_matters(target: LanguageModel, tmp_path: Pat
 
 def test_long_samples_are_cut_at_whole_blocks(target: LanguageModel, tmp_path: Path) -> None:
     data = module(target, tmp_path)
-    sample = data.samples()[0]
+    sample = data.trajectories()[0]
     P = len(sample.prompt_P)
     assert lists(data._within(sample)) == lists(sample)
     cut = module(target, tmp_path, max_length=P + 15)._within(sample)
     assert lists(cut) == (sample.prompt_P.tolist(), sample.response_R[:12].tolist(), sample.blocks[:2])
+    whole = P + len(sample.response_R)
+    assert lists(module(target, tmp_path, max_length=whole)._within(sample)) == lists(sample)
+    assert len(module(target, tmp_path, max_length=whole - 1)._within(sample).response_R) < len(sample.response_R)
     for length in (P + 5, P, P - 1):
         assert lists(module(target, tmp_path, max_length=length)._within(sample))[1:] == ([], [])
 
@@ -299,12 +329,12 @@ def test_bad_input_gets_one_line(target: LanguageModel, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match="0 of 8 responses are longer than one token"):
         module(target, tmp_path, regeneration=empty).setup("fit")
     with pytest.raises(UserError, match="block_size >= 2"):
-        module(target, tmp_path, block_size=1).samples()
+        module(target, tmp_path, block_size=1).trajectories()
     bare = embedded_target(dtype="float32", device="cpu")
     bare.tokenizer.eos_token = None
     monkeypatch.setattr(bare.model.generation_config, "eos_token_id", None)
     with pytest.raises(UserError, match="no end-of-text token"):
-        module(bare, tmp_path).samples()
+        module(bare, tmp_path).trajectories()
 
 
 def test_adapters_do_not_change_the_key(tmp_path: Path) -> None:
@@ -312,7 +342,7 @@ def test_adapters_do_not_change_the_key(tmp_path: Path) -> None:
     base = embedded_target(dtype="float32", device="cpu")
     data = module(base, tmp_path)
     before = data.folder
-    LoRA(rank=2, alpha=4, modules="all-linear", share=1.0).prepare(base)
+    LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0).prepare(base)
     assert data.folder == before
 
 
@@ -323,20 +353,20 @@ def test_statistics_by_hand() -> None:
         [1, 2, 3, 9],
         [1, 2, 3, 4],
     ]  # the last pass verifies [1, 2, 3, 4]'s last token
-    stats = statistics([Sample.of([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
+    stats = statistics([Trajectory.from_lists([0], [1, 2, 3, 4], [states], block_size=4)], bins=4)
     assert stats["passes_per_token"] == 1.0  # three passes, three tokens behind the prefill's
     assert stats["noise_ratio"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
     assert stats["ngram"] == pytest.approx(1 / 3)  # the 4 in the second state
     assert stats["stability"] == 0  # which the third one lost
     kept = [[1, 9, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
-    stats = statistics([Sample.of([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
+    stats = statistics([Trajectory.from_lists([0], [1, 2, 3, 4], [kept], block_size=4)], bins=4)
     assert (stats["ngram"], stats["stability"]) == (2, 1)
     assert "passes per token: 0.667" in describe(stats)
 
 
 def test_statistics_of_the_embedded_base(target: LanguageModel, tmp_path: Path) -> None:
     data = module(target, tmp_path)
-    stats = statistics(data.samples(), bins=8)
+    stats = statistics(data.trajectories(), bins=8)
     assert 0.5 < stats["passes_per_token"] <= 1
     assert sum(stats["noise_ratio"]) == pytest.approx(1)
     assert 0 <= stats["stability"] < 1

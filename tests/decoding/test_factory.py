@@ -19,7 +19,7 @@ PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confi
 
 def _draft(toys: SimpleNamespace, target: Any, temperature: float = 2.0) -> Any:
     draft = toys.draft(target, seed=8, head="vanilla", confidence=True)
-    draft.calibration = Calibration((temperature, 1.5, 0.5, 3.0), WARM.temperature, WARM.top_p)
+    draft.metadata.calibration = Calibration((temperature, 1.5, 0.5, 3.0), WARM.temperature, WARM.top_p)
     return draft
 
 

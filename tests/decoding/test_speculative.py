@@ -315,20 +315,20 @@ def test_calibration_is_used_for_the_drafts_it_was_fitted_on(
     """From the drafter to the decoder: the configs' way."""
     target = toys.target(seed=8)
     draft = toys.draft(target, seed=8, head="vanilla", confidence=True)
-    draft.calibration = Calibration(temperatures=(1.5,) * 4, temperature=0.0, top_p=1.0)
+    draft.metadata.calibration = Calibration(temperatures=(1.5,) * 4, temperature=0.0, top_p=1.0)
     build = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.5} | options
     warns = nullcontext() if fitted else pytest.warns(UserWarning, match=r"not used, confidences stay raw")
     with warns:
         decoder = speculative(target=target, draft=draft, **build)
     assert isinstance(decoder, Speculative)
-    assert decoder.policy.calibration == (draft.calibration if fitted else None)
+    assert decoder.policy.calibration == (draft.metadata.calibration if fitted else None)
     assert decoder.settings(toys.GREEDY)["sts"] is fitted
     with warnings.catch_warnings():  # nothing is used, nothing is said
         warnings.simplefilter("error")
         assert "sts" not in speculative(target=target, draft=draft, **build | {"confidence_threshold": 0.0}).settings(
             toys.GREEDY
         )
-        draft.calibration = None
+        draft.metadata.calibration = None
         assert not speculative(target=target, draft=draft, **build).settings(toys.GREEDY)["sts"]
 
 

@@ -95,7 +95,8 @@ def test_a_decoder_of_the_base_has_the_settings_of_the_one_it_names() -> None:
 
 LABELS = {  # as results and tables had them when each decoder was a file of its own
     "autoregressive": "AR", "speculative": "L", "speculative_head_off": "L, head off",
-    "refined_once": "L, refined once", "refined_twice": "L, refined twice", "prompt_lookup": "prompt lookup", "jacobi": "L, K=2 + recycling",
+    "refined_once": "L, refined once", "refined_twice": "L, refined twice", "prompt_lookup": "prompt lookup",
+    "jacobi": "L, K=2 + recycling",
     "jacobi_single": "L, Jacobi", "jacobi_recycling": "L, recycling", "jacobi_multiblock": "L, K=2",
     "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
     "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",

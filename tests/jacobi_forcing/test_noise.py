@@ -64,11 +64,19 @@ def test_schedules_over_the_window() -> None:
 def test_the_nearest_real_state_is_taken_the_first_on_ties() -> None:
     ratio = torch.tensor([[0.9, 0.4, 0.0, 0.5], [0.75, 0.25, 0.0, 0.0], [1.0, 0.5, 0.5, 0.0]])
     count = torch.tensor([3, 3, 4])  # the first row's last state is padding
-    assert noise.nearest(ratio, count, torch.tensor([0.5, 0.5, 0.5])).tolist() == [1, 0, 1]
-    assert noise.nearest(ratio, count, torch.tensor([1.0, 0.0, 0.1])).tolist() == [0, 2, 3]
+    assert noise.nearest_state(ratio, count, torch.tensor([0.5, 0.5, 0.5])).tolist() == [1, 0, 1]
+    assert noise.nearest_state(ratio, count, torch.tensor([1.0, 0.0, 0.1])).tolist() == [0, 2, 3]
     for uniform in (0.0, 0.5, 1 - 2**-24):  # the last one is the largest that torch.rand gives
         chosen = noise.AnyState().choose(ratio, count, count, torch.full((3,), uniform))
         assert chosen.tolist() == [int(uniform * n) for n in count.tolist()]
+
+
+def test_a_ratio_can_be_had_without_states() -> None:
+    """Other families corrupt by ratio and have no trajectory to choose from."""
+    index, uniform = torch.arange(5), torch.tensor([0.0, 0.24, 0.25, 0.6, 0.99])
+    assert noise.Progressive(window=4).ratio(index, uniform).tolist() == [0, 0.25, 0.5, 0.75, 0]
+    assert noise.Reverse(window=4).ratio(index, uniform).tolist() == [0.75, 0.5, 0.25, 0, 0.75]
+    assert noise.RandomSchedule(window=4).ratio(index, uniform).tolist() == [0, 0, 0.25, 0.5, 0.75]
 
 
 @pytest.mark.parametrize("schedule", [noise.Progressive, noise.Reverse, noise.RandomSchedule])

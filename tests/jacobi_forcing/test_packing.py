@@ -7,10 +7,10 @@ from dataclasses import fields
 import pytest
 import torch
 
-from dspec.jacobi_forcing.packing import Sample, TrajectoryBatch, pack, packed_batch
+from dspec.jacobi_forcing.packing import Trajectory, TrajectoryBatch, pack_trajectories, trajectory_batch
 
 
-def sample(rng: random.Random, *, n: int, longest: int) -> Sample:
+def sample(rng: random.Random, *, n: int, longest: int) -> Trajectory:
     response = [rng.randrange(99) for _ in range(rng.randint(1, longest))]
     blocks = []
     for begin in range(0, len(response), n):
@@ -18,11 +18,11 @@ def sample(rng: random.Random, *, n: int, longest: int) -> Sample:
         drafts = [[rng.randrange(99) for _ in clean] for _ in range(rng.randint(0, 4))]
         blocks.append([*drafts, clean])
     prompt = [rng.randrange(99) for _ in range(rng.randint(1, 6))]
-    return Sample.of(prompt, response, blocks, block_size=n)
+    return Trajectory.from_lists(prompt, response, blocks, block_size=n)
 
 
-def first_fit(samples: Sequence[Sample], row_length: int) -> list[list[Sample]]:
-    rows: list[list[Sample]] = []
+def first_fit(samples: Sequence[Trajectory], row_length: int) -> list[list[Trajectory]]:
+    rows: list[list[Trajectory]] = []
     room: list[int] = []
     for own in samples:
         need = own.packed_length
@@ -42,15 +42,15 @@ def test_pack_is_first_fit(row_length: int, count: int) -> None:
     """Samples longer than a row among them."""
     rng = random.Random(count)
     own = [sample(rng, n=3, longest=8) for _ in range(count)]
-    got, expected = pack(own, row_length=row_length), first_fit(own, row_length)
+    got, expected = pack_trajectories(own, row_length=row_length), first_fit(own, row_length)
     assert [list(map(id, row)) for row in got] == [list(map(id, row)) for row in expected]
 
 
-def block_by_block(rows: Sequence[Sequence[Sample]]) -> TrajectoryBatch:
+def block_by_block(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
     B, L = len(rows), max(sum(sample.packed_length for sample in row) for row in rows)
     ids, positions = torch.zeros(B, L, dtype=torch.long), torch.zeros(B, L, dtype=torch.long)
     document, block, previous = (torch.full((B, L), -1) for _ in range(3))
-    twin = torch.arange(L).repeat(B, 1)
+    clean_index = torch.arange(L).repeat(B, 1)
     noisy, loss, last = (torch.zeros(B, L, dtype=torch.bool) for _ in range(3))
     blocks: list[tuple[list[list[int]], int, int, int]] = []  # states, number, row, place
     for b, row in enumerate(rows):
@@ -72,7 +72,7 @@ def block_by_block(rows: Sequence[Sequence[Sample]]) -> TrajectoryBatch:
                     noisy[b, own] = copy == "noisy"
                     loss[b, own] = copy == "clean"
                 clean = at + n
-                twin[b, at:clean] = torch.arange(clean, clean + n)
+                clean_index[b, at:clean] = torch.arange(clean, clean + n)
                 previous[b, clean : clean + n] = torch.tensor([before, *range(clean, clean + n - 1)])
                 at, position, before = clean + n, position + n, clean + n - 1
             last[b, at - 1] = last[b, at - 1 - len(sample.blocks[-1][-1])] = True
@@ -89,7 +89,7 @@ def block_by_block(rows: Sequence[Sequence[Sample]]) -> TrajectoryBatch:
         positions,
         block_BL=block,
         noisy_BL=noisy,
-        clean_index_BL=twin,
+        clean_index_BL=clean_index,
         previous_index_BL=previous,
         last_BL=last,
         states_NKn=states_NKn,
@@ -106,8 +106,8 @@ def test_batch_equals_the_one_written_block_by_block(seed: int) -> None:
     rng = random.Random(seed)
     n = rng.randint(2, 5)
     own = [sample(rng, n=n, longest=rng.choice([1, n, 4 * n])) for _ in range(rng.randint(1, 12))]
-    rows = pack(own, row_length=rng.choice([1, 25, 60]))
-    got, expected = packed_batch(rows), block_by_block(rows)
+    rows = pack_trajectories(own, row_length=rng.choice([1, 25, 60]))
+    got, expected = trajectory_batch(rows), block_by_block(rows)
     for field in fields(TrajectoryBatch):
         one, two = getattr(got, field.name), getattr(expected, field.name)
         assert one.dtype == two.dtype, field.name

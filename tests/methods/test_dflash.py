@@ -17,7 +17,8 @@ from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import Workspace
 from dspec.method import Batch, LossOutput
-from dspec.methods.dflash import DFlash, sample_anchors
+from dspec.methods.dflash import DFlash
+from dspec.methods.drafter import sample_anchors
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
 
@@ -348,7 +349,7 @@ def _own_head(method: DFlash) -> Tensor:
         (DSpark, {"tv_weight": 0.0, "confidence_weight": 0.1, "confidence": True}, True),
     ],
 )
-def test_a_step_reads_the_targets_law_only_if_the_loss_weighs_it(
+def test_a_step_reads_the_targets_distribution_only_if_the_loss_weighs_it(
     toys: SimpleNamespace, cls: type, weights: dict[str, Any], reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validation shows the acceptance all the same; value and gradient are those of the whole loss."""
@@ -372,7 +373,7 @@ def test_a_step_reads_the_targets_law_only_if_the_loss_weighs_it(
     for a, b in zip(step.metrics["ce"], whole.metrics["ce"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
     other = made()
-    monkeypatch.setattr(type(other), "_reads_law", lambda self: True)
+    monkeypatch.setattr(type(other), "_reads_target", lambda self: True)
     step.loss_sum.backward()
     other.loss(_batch(), generators=_seeded()).loss_sum.backward()
     for (name, a), b in zip(method.draft.trainable().items(), other.draft.trainable().values(), strict=True):

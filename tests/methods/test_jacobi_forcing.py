@@ -1,4 +1,4 @@
-"""Jacobi Forcing: packing, the shift of labels and twins, the loss against plain forward passes, and each option."""
+"""Jacobi Forcing: packing, the shift of labels and clean copies, the loss against plain passes, and each option."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.jacobi_forcing import noise
-from dspec.jacobi_forcing.packing import Sample, TrajectoryBatch, pack, packed_batch
+from dspec.jacobi_forcing.packing import Trajectory, TrajectoryBatch, pack_trajectories, trajectory_batch
 from dspec.jacobi_forcing.teachers import EMATeacher, Frozen, StopGradientTeacher
 from dspec.method import Batch
 from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, LoRA, per_sample, per_token
@@ -22,7 +22,7 @@ EXACT = {"rtol": 0, "atol": 1e-10}
 CPU = torch.device("cpu")
 
 
-def sample(rng: random.Random, *, n: int = 3, vocab: int = 11) -> Sample:
+def sample(rng: random.Random, *, n: int = 3, vocab: int = 11) -> Trajectory:
     """A sample whose last block may be short; states come nearer to the fixed point, some tokens right too early."""
     response = [rng.randrange(vocab) for _ in range(rng.randint(2, 4 * n))]
     blocks = []
@@ -30,10 +30,12 @@ def sample(rng: random.Random, *, n: int = 3, vocab: int = 11) -> Sample:
         clean = response[begin : begin + n]
         states = [[*clean[:k], *(rng.randrange(vocab) for _ in clean[k:])] for k in range(len(clean))]
         blocks.append([*states, clean])
-    return Sample.of([rng.randrange(vocab) for _ in range(rng.randint(1, 5))], response, blocks, block_size=n)
+    return Trajectory.from_lists(
+        [rng.randrange(vocab) for _ in range(rng.randint(1, 5))], response, blocks, block_size=n
+    )
 
 
-def samples(seed: int, count: int = 5) -> list[Sample]:
+def samples(seed: int, count: int = 5) -> list[Trajectory]:
     rng = random.Random(seed)
     return [sample(rng) for _ in range(count)]
 
@@ -63,9 +65,9 @@ def hidden(of: Any, batch: TrajectoryBatch, ids: Tensor, window: int | None) -> 
 
 
 def test_layout() -> None:
-    one = Sample.of([7, 8], [1, 2, 3, 4, 5], [[[9, 9, 9], [1, 2, 3]], [[4, 0], [4, 5]]], block_size=3)
-    two = Sample.of([6], [1, 2], [[[1, 2]]], block_size=3)
-    batch = packed_batch([[one, two], [two]])
+    one = Trajectory.from_lists([7, 8], [1, 2, 3, 4, 5], [[[9, 9, 9], [1, 2, 3]], [[4, 0], [4, 5]]], block_size=3)
+    two = Trajectory.from_lists([6], [1, 2], [[[1, 2]]], block_size=3)
+    batch = trajectory_batch([[one, two], [two]])
     assert batch.ids_BL[0].tolist() == [7, 8, 1, 2, 3, 1, 2, 3, 4, 5, 4, 5, 6, 1, 2, 1, 2]
     assert batch.positions_BL[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 5, 6, 0, 1, 2, 1, 2]
     assert batch.block_BL[0].tolist() == [-1, -1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, -1, 0, 0, 0, 0]
@@ -86,12 +88,12 @@ def test_layout() -> None:
 
 def test_rows_are_filled_and_no_sample_is_cut() -> None:
     own = samples(0, 40)
-    rows = pack(own, row_length=40)
+    rows = pack_trajectories(own, row_length=40)
     assert sorted(map(id, own)) == sorted(id(s) for row in rows for s in row)
     lengths = [sum(s.packed_length for s in row) for row in rows]
     assert max(lengths) <= 40
-    assert len(rows) < len(pack(own, row_length=30))
-    assert [len(row) for row in pack(own, row_length=1)] == [1] * 40  # too long for a row: alone
+    assert len(rows) < len(pack_trajectories(own, row_length=30))
+    assert [len(row) for row in pack_trajectories(own, row_length=1)] == [1] * 40  # too long for a row: alone
 
 
 @pytest.mark.parametrize("window", [None, 1, 2])
@@ -100,11 +102,11 @@ def test_clean_states_are_plain_ar_and_see_no_noise(toys: SimpleNamespace, seed:
     """Clean copies equal a plain causal pass over prompt and response, whatever the noisy copies show."""
     target = toys.target(toys.FAMILIES[seed], seed=seed)
     own = samples(seed, 4)
-    batch = packed_batch(pack(own, row_length=60))
+    batch = trajectory_batch(pack_trajectories(own, row_length=60))
     for draw in range(2):
         got = hidden(target, batch, batch.with_states(chosen_states(batch, draw)), window)
         checked = 0
-        for row, members in enumerate(pack(own, row_length=60)):
+        for row, members in enumerate(pack_trajectories(own, row_length=60)):
             for number, member in enumerate(members):
                 mine = (batch.document_BL[row] == number) & ~batch.noisy_BL[row]
                 plain = target(torch.tensor([[*member.prompt_P.tolist(), *member.response_R.tolist()]])).hidden_BLD[0]
@@ -120,8 +122,8 @@ def test_noisy_states_are_those_of_decoding(toys: SimpleNamespace, seed: int, wi
     noisy, then itself. Window 1 is one block in flight; no window is all of them in flight."""
     target = toys.target(toys.FAMILIES[seed], seed=seed)
     own = samples(seed + 10, 4)
-    rows = pack(own, row_length=60)
-    batch = packed_batch(rows)
+    rows = pack_trajectories(own, row_length=60)
+    batch = trajectory_batch(rows)
     chosen = chosen_states(batch, seed)
     got = hidden(target, batch, batch.with_states(chosen), window)
     for i, (k, j, row, place) in enumerate(
@@ -140,16 +142,16 @@ def test_noisy_states_are_those_of_decoding(toys: SimpleNamespace, seed: int, wi
 
 
 def naive(
-    of: Any, own: list[Sample], chosen: list[list[int]], *, window: int | None, temperature: float, decay: float
+    of: Any, own: list[Trajectory], chosen: list[list[int]], *, window: int | None, temperature: float, decay: float
 ) -> dict:
     """Sums over samples of KL and CE, sample by sample and token by token, from plain causal passes."""
     kl, kl_mean, ce, ce_prompt = (torch.zeros((), dtype=torch.float64) for _ in range(4))
 
-    def laws(text: list[int]) -> Tensor:
+    def logits_of(text: list[int]) -> Tensor:
         return of.logits(of(torch.tensor([text])).hidden_BLD[0])
 
     for member, states in zip(own, chosen, strict=True):
-        clean = laws([*member.prompt_P.tolist(), *member.response_R.tolist()])
+        clean = logits_of([*member.prompt_P.tolist(), *member.response_R.tolist()])
         P, T = len(member.prompt_P.tolist()), len(member.response_R.tolist())
         for t, token in enumerate([*member.prompt_P.tolist(), *member.response_R.tolist()]):
             if t:
@@ -162,7 +164,7 @@ def naive(
             text = list(member.prompt_P.tolist())
             for b in range(j):
                 text += member.blocks[b][states[b] if b >= begin else -1]
-            noisy = laws([*text, *member.blocks[j][k]])
+            noisy = logits_of([*text, *member.blocks[j][k]])
             wrong = [a != b for a, b in zip(member.blocks[j][k], member.blocks[j][-1], strict=True)]
             for slot in range(len(member.blocks[j][k])):
                 behind = max(0, slot - wrong.index(True)) if any(wrong) else 0
@@ -184,8 +186,8 @@ def test_loss_and_gradient_equal_the_naive_ones(
     """The shift included: place t of either copy predicts token t + 1, over block borders, up to the last token."""
     target = toys.target(toys.FAMILIES[seed], seed=seed)
     own = samples(seed + 20, 4)
-    rows = pack(own, row_length=60)
-    batch, flat = packed_batch(rows), [s for row in rows for s in row]
+    rows = pack_trajectories(own, row_length=60)
+    batch, flat = trajectory_batch(rows), [s for row in rows for s in row]
     chosen = chosen_states(batch, seed)
     split = torch.split(chosen, [len(s.blocks) for s in flat])
     settings = {"window": window, "consistency_weight": 0.7, "ar_weight": 0.3, "temperature": 1.5, "decay": decay}
@@ -210,7 +212,7 @@ def test_loss_and_gradient_equal_the_naive_ones(
 def test_no_noise_no_consistency_loss(toys: SimpleNamespace) -> None:
     """With fixed points in the noisy copies the KL of the same pass is zero, in value and gradient."""
     target = toys.target(seed=3)
-    batch = packed_batch(pack(samples(3), row_length=60))
+    batch = trajectory_batch(pack_trajectories(samples(3), row_length=60))
     result = method(target, ar_weight=0.0).loss_at(batch, batch.count_N - 1)
     assert abs(float(result.loss_sum.detach())) < 1e-12
     grads = torch.autograd.grad(result.loss_sum, list(target.model.parameters()))
@@ -219,7 +221,7 @@ def test_no_noise_no_consistency_loss(toys: SimpleNamespace) -> None:
 
 def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     """Bound, they give the student's loss; when the student moves, the frozen one stays and the mean follows."""
-    batch = packed_batch(pack(samples(4), row_length=60))
+    batch = trajectory_batch(pack_trajectories(samples(4), row_length=60))
     chosen = chosen_states(batch, 0)
 
     def built(teacher: Any) -> JacobiForcing:
@@ -235,13 +237,13 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     base = toys.target(seed=4, tie=True)
     ids = batch.with_states(chosen)
     noisy = batch.noisy_BL & ~batch.last_BL
-    twin = batch.clean_index_BL[noisy]
+    clean_index = batch.clean_index_BL[noisy]
     row = noisy.nonzero()[:, 0]
 
     def expected(teacher: Any) -> float:
         student = frozen.target.logits(hidden(frozen.target, batch, ids, None)[noisy]).log_softmax(-1)
-        law = teacher.logits(hidden(teacher, batch, ids, None)[row, twin]).log_softmax(-1)
-        return float((law.exp() * (law - student)).sum())
+        log_probs = teacher.logits(hidden(teacher, batch, ids, None)[row, clean_index]).log_softmax(-1)
+        return float((log_probs.exp() * (log_probs - student)).sum())
 
     assert float(frozen.loss_at(batch, chosen).loss_sum) == pytest.approx(expected(base), abs=1e-9)
     with torch.no_grad():  # the mean: three quarters of the start, one of the present
@@ -279,7 +281,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     ids=", ".join,
 )
 def test_every_option_changes_the_loss(toys: SimpleNamespace, changes: dict[str, Any]) -> None:
-    batch = packed_batch(pack(samples(6, 12), row_length=90))
+    batch = trajectory_batch(pack_trajectories(samples(6, 12), row_length=90))
     target = toys.target(seed=6)
     losses = [method(target, **c).loss(batch, generators=generators()) for c in ({}, {}, changes, {"chunk_mb": 1})]
     values = [float((x.loss_sum / x.weight).detach()) for x in losses]
@@ -288,7 +290,7 @@ def test_every_option_changes_the_loss(toys: SimpleNamespace, changes: dict[str,
 
 
 def test_noise_metric_follows_the_schedule(toys: SimpleNamespace) -> None:
-    batch = packed_batch(pack(samples(6, 12), row_length=90))
+    batch = trajectory_batch(pack_trajectories(samples(6, 12), row_length=90))
     target = toys.target(seed=6)
     clean = method(target, schedule=noise.Progressive(window=1)).loss(batch, generators=generators())
     total, count = clean.metrics["noise"]
@@ -298,7 +300,7 @@ def test_noise_metric_follows_the_schedule(toys: SimpleNamespace) -> None:
 
 
 def trained_a_little(own: JacobiForcing) -> None:
-    batch = packed_batch(pack(samples(7), row_length=60))
+    batch = trajectory_batch(pack_trajectories(samples(7), row_length=60))
     optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=1.0)
     for _ in range(2):
         optimizer.zero_grad()

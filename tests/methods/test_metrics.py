@@ -3,11 +3,12 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from dspec.jacobi_forcing.noise import AnyState, divergent_suffix
-from dspec.jacobi_forcing.packing import Sample, packed_batch
+from dspec.jacobi_forcing.packing import Trajectory, trajectory_batch
 from dspec.jacobi_forcing.teachers import StopGradientTeacher
 from dspec.method import Batch
 from dspec.methods.ar_base import ARBase
@@ -36,13 +37,20 @@ def test_match_counts_greedy_agreement_slot_by_slot(toys: SimpleNamespace) -> No
     assert 0 < agreed < counted
 
 
+def test_expected_tau_multiplies_the_slots(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    method = DFlash(target=target, draft=toys.draft(target), **SETTINGS)
+    tau = method.derived({"accept": torch.tensor([0.5, 0.8, 0.25]), "ce": torch.tensor(1.0)})["expected_tau"]
+    assert float(tau) == pytest.approx(1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25)
+
+
 def test_the_drafter_knows_how_many_anchors_trained_it(toys: SimpleNamespace) -> None:
     """DeepSpec's config.json carries it."""
     target = toys.target()
     draft = toys.draft(target)
-    assert draft.num_anchors is None
+    assert draft.metadata.num_anchors is None
     DFlash(target=target, draft=draft, **SETTINGS)
-    assert draft.num_anchors == 4
+    assert draft.metadata.num_anchors == 4
 
 
 def test_documents_do_not_see_each_other_whatever_their_positions(toys: SimpleNamespace) -> None:
@@ -59,12 +67,12 @@ def test_documents_do_not_see_each_other_whatever_their_positions(toys: SimpleNa
     torch.testing.assert_close(losses[0], losses[1])
 
 
-def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
+def _forcing(toys: SimpleNamespace, *, interpolation: float = 1.0) -> JacobiForcing:
     return JacobiForcing(
         target=toys.target(), schedule=AnyState(), distance=divergent_suffix, window=None,
         teacher=StopGradientTeacher(),
-        tuning=FullFineTuning(interpolation=share), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0,
-        ar_on_prompt=False,
+        tuning=FullFineTuning(interpolation=interpolation), normalisation=per_token,
+        consistency_weight=1.0, ar_weight=1.0, ar_on_prompt=False,
         temperature=1.0, decay=None, chunk_mb=7e-4,
     )  # fmt: skip
 
@@ -72,8 +80,8 @@ def _forcing(toys: SimpleNamespace, *, share: float = 1.0) -> JacobiForcing:
 def test_consistency_matches_where_nothing_is_noisy(toys: SimpleNamespace) -> None:
     """At the fixed point both copies say the same; a first draft of wrong tokens agrees at some places only."""
     blocks = [[[9, 9, 9], [1, 2, 3]], [[8, 0, 7], [4, 5, 6]], [[9, 9], [1, 7]]]
-    own = [Sample.of([7, first], [1, 2, 3, 4, 5, 6, 1, 7], blocks, block_size=3) for first in range(6)]
-    method, batch = _forcing(toys), packed_batch([own])
+    own = [Trajectory.from_lists([7, first], [1, 2, 3, 4, 5, 6, 1, 7], blocks, block_size=3) for first in range(6)]
+    method, batch = _forcing(toys), trajectory_batch([own])
     results = [method.loss_at(batch, states).metrics for states in (batch.count_N - 1, torch.zeros_like(batch.count_N))]
     (clean, count), (noisy, _) = (metrics["match"] for metrics in results)
     assert clean == count == 6 * 7  # all noisy places but a response's last one
@@ -83,7 +91,7 @@ def test_consistency_matches_where_nothing_is_noisy(toys: SimpleNamespace) -> No
 
 def test_what_is_exported_is_the_merged_target(toys: SimpleNamespace, tmp_path: Path) -> None:
     """A share of the change, in the file and in the target that is evaluated next."""
-    method = _forcing(toys, share=0.25)
+    method = _forcing(toys, interpolation=0.25)
     target = method.target
     target.tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
     before = target.lm_head.weight.detach().clone()

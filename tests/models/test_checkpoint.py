@@ -59,8 +59,8 @@ def test_round_trip(
     target = toys.target(dtype=dtype)
     made = toys.draft(target, layout=layout, head=head, confidence=confidence, with_markov=with_markov, taps=(2, 0))
     if confidence:
-        made.calibration = Calibration(temperatures=(0.5, 1.0, 1.5, 2.0), temperature=1.0, top_p=0.95)
-    made.prompt_policy = {"template": "chat", "thinking": False}
+        made.metadata.calibration = Calibration(temperatures=(0.5, 1.0, 1.5, 2.0), temperature=1.0, top_p=0.95)
+    made.metadata.prompt_policy = {"template": "chat", "thinking": False}
     save_pretrained(made, tmp_path / "draft", card="# a card\n")
     assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     assert (tmp_path / "draft" / "README.md").read_text() == "# a card\n"
@@ -73,7 +73,7 @@ def test_round_trip(
     for field in dataclasses.fields(DraftConfig):
         if field.name != "transformer":
             assert getattr(read.config, field.name) == getattr(made.config, field.name), field.name
-    assert (read.calibration, read.prompt_policy) == (made.calibration, made.prompt_policy)
+    assert read.metadata == made.metadata
     ours, theirs = made.trainable(), read.trainable()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) and theirs[name].dtype == dtype for name in ours)

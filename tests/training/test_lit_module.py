@@ -4,7 +4,7 @@ Ranks are played in this process here: `all_gather` gives what the other ones ga
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,9 @@ class Weighted(Method):
             "accept": (accepted, torch.full((3,), 10.0, dtype=torch.float64)),
         }
         return LossOutput((self.w * x).square().sum(), count, metrics)
+
+    def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"all_accepted": values["accept"].prod()}
 
     def export(self, folder: Path, *, card: str) -> Path:
         return folder
@@ -131,11 +134,11 @@ def test_an_unsupervised_batch_has_no_loss() -> None:
     assert loss.item() == lit.method.w.grad.item() == 0
 
 
-def test_expected_tau_multiplies_the_slots(tmp_path: Path) -> None:
+def test_slots_and_what_the_method_derives_are_logged(tmp_path: Path) -> None:
     watch, _ = trained(module(), tmp_path, steps=1)
     (logged,) = watch.logged
     assert [logged[f"train/accept_{k}"] for k in range(3)] == pytest.approx(ACCEPT)
-    assert logged["train/expected_tau"] == pytest.approx(1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25)
+    assert logged["train/all_accepted"] == pytest.approx(0.5 * 0.8 * 0.25)
 
 
 # ---- randomness of a step
@@ -175,7 +178,7 @@ def test_ranks_draw_different_numbers() -> None:
 
 
 def test_ranks_draw_what_one_rank_draws_for_their_rows() -> None:
-    """Row r of a rank is row r * ranks + rank of the batch of all together (data/module.py shares rows out so)."""
+    """Row r of a rank is row r * ranks + rank of the batch of all together (data/loaders.py shares rows out so)."""
     alone = on_rank()
     for batch in range(3):
         alone.training_step(rows(torch.ones(6, dtype=torch.float64)), batch)
@@ -283,4 +286,4 @@ def test_batches_of_validation_are_pooled_by_their_counts() -> None:
     for _ in range(2):
         _validated(lit, *PARTS)
         assert lit.logged["val/size"] == pytest.approx(WHOLE.mean().item())
-        assert lit.logged["val/expected_tau"] == pytest.approx(1 + 0.5 + 0.5 * 0.8 + 0.5 * 0.8 * 0.25)
+        assert lit.logged["val/all_accepted"] == pytest.approx(0.5 * 0.8 * 0.25)

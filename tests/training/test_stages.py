@@ -18,7 +18,7 @@ from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft
 from dspec.models.language_model import embedded_target
-from dspec.training.lightning_parts import FinalCheckpoint
+from dspec.training.checkpoints import FinalCheckpoint
 
 
 class StopHereError(Exception):
@@ -98,7 +98,7 @@ def test_bfloat16_from_end_to_end(small_job: Any, tmp_path: Path) -> None:
     target = embedded_target(dtype="bfloat16", device="cpu")
     draft = from_pretrained(out / "draft", target=target)
     assert draft.fc.weight.dtype == torch.bfloat16
-    assert draft.calibration is not None
+    assert draft.metadata.calibration is not None
 
 
 @pytest.mark.slow

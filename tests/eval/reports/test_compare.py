@@ -231,6 +231,6 @@ def test_the_schedules_table_keeps_temperatures_apart(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps({"run": {"seed": 0, "config": config}, "rows": rows}))
     cells = ablation([tmp_path], decoder="jacobi_single")
     assert cells == [
-        ["RandomSchedule", "–", "0", "50.0", "0.500", "50.0", "0.500"],
-        ["RandomSchedule", "–", "1", "20.0", "0.500", "20.0", "0.500"],
+        ["Random", "–", "0", "50.0", "0.500", "50.0", "0.500"],
+        ["Random", "–", "1", "20.0", "0.500", "20.0", "0.500"],
     ]

@@ -3,19 +3,16 @@
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dspec.errors import UserError
-from dspec.training.lightning_parts import (
-    CHECKPOINT,
-    AtomicCheckpointIO,
-    check_same_config,
-    portable,
-    resume_checkpoint,
-)
-from dspec.training.lit_module import SHOWN, LitModule, ratios
+from dspec.methods.dflash import DFlash
+from dspec.training.checkpoints import CHECKPOINT, AtomicCheckpointIO, resume_checkpoint
+from dspec.training.lit_module import LitModule, logged_values
+from dspec.training.resuming import check_same_config, portable
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
@@ -76,6 +73,21 @@ def test_a_setting_that_contains_the_folders_name_is_compared_all_the_same(tmp_p
     check_same_config(moved, config(0, 500, moved))  # a folder may be moved
 
 
+def test_only_what_lies_in_the_run_folder_moves_with_it(tmp_path: Path) -> None:
+    run = tmp_path / "1"
+    inside, beside = {"a": f"{run}/x", "b": [f"{run}"], "c": 1}, {"a": f"{run}0", "b": [f"{run}0/x", f"x{run}"], "c": 1}
+    assert portable(inside, run) == {"a": "<run>/x", "b": ["<run>"], "c": 1}
+    assert portable(beside, run) == beside
+
+
+def test_ddp_does_not_send_a_teachers_weights() -> None:
+    """They are the same on all ranks; sent from rank 0 they would cost a model's size in each step."""
+    method = torch.nn.Linear(2, 2)
+    method.register_buffer("teacher", torch.ones(3), persistent=False)
+    lit = LitModule(method=method, optimizer=torch.optim.SGD, warmup=0.0, cycles=1, seed=0)  # type: ignore[arg-type]
+    assert lit._ddp_params_and_buffers_to_ignore == ["method.teacher"]
+
+
 def test_checkpoints_hold_what_training_changes() -> None:
     """Trained parameters and persistent buffers (a moving average), not what is frozen or made anew."""
 
@@ -100,10 +112,13 @@ def test_checkpoints_hold_what_training_changes() -> None:
         loaded.load_state_dict(saved)
 
 
-def test_a_step_without_the_targets_law_shows_accuracy() -> None:
+def test_a_step_without_the_targets_distribution_shows_accuracy(toys: SimpleNamespace) -> None:
     """DFlash without TV: no acceptance and no tau in training, both in validation."""
+    target = toys.target()
+    settings = {"num_anchors": 1, "loss_decay": 4.0, "ce_weight": 1.0, "tv_weight": 0.0, "chunk_mb": 1.0}
+    method = DFlash(target=target, draft=toys.draft(target), **settings)
     ones, halves = torch.ones(2), torch.full((2,), 0.5)
-    step = ratios({"loss": (ones[0], ones[0]), "ce": (ones[0], ones[0]), "accuracy": (halves, ones)})
-    assert set(SHOWN) & step.keys() == {"loss", "accuracy_0"}
+    step = logged_values({"loss": (ones[0], ones[0]), "ce": (ones[0], ones[0]), "accuracy": (halves, ones)}, method)
+    assert set(method.shown) & step.keys() == {"accuracy_0"}
     assert "expected_tau" not in step
-    assert float(ratios({"accept": (halves, ones)})["expected_tau"]) == 1.75
+    assert float(logged_values({"accept": (halves, ones)}, method)["expected_tau"]) == 1.75

@@ -1,0 +1,126 @@
+"""Loaders of training and validation rows: every rank its share, in an order that seed and epoch alone decide.
+
+Where an epoch stands lives in torchdata's StatefulDataLoader, so a resumed run goes on mid-epoch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch.utils.data import Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from dspec.errors import UserError
+from dspec.seeding import epoch_seed
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of `ranks` processes that train together."""
+
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of_trainer(cls, module: L.LightningDataModule) -> "Share":
+        trainer = module.trainer
+        return cls(0, 1) if trainer is None else cls(trainer.global_rank, trainer.world_size)
+
+
+class Shuffle(Sampler[int]):
+    """The rows of one rank, `batch_size` to a batch, in an order that seed and epoch alone decide.
+
+    All ranks together see, step by step, the batches that one rank would see whose batch is `ranks` times as large:
+    each takes every `ranks`-th row of them. What does not fill the last of these is left out (unless it is the only
+    one). With a window, rows are sorted by length within windows of about so many rows, so that a batch holds rows of
+    like lengths, and the batches are then shuffled.
+
+    A generator that runs on through the epochs would not be where it was after a resume. Lightning calls `set_epoch`,
+    but after a resume only from the second epoch on.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, batch_size: int, window: int | None, seed: int, epoch: int, share: Share
+    ) -> None:
+        self.lengths, self.window, self.seed, self.epoch, self.share = lengths, window or 0, seed, epoch, share
+        self.together = batch_size * share.ranks
+        if len(lengths) < share.ranks:
+            raise UserError(f"{len(lengths)} training rows are too few for {share.ranks} ranks: raise the prompt count")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(self.share.rank, self._used, self.share.ranks))
+
+    @property
+    def _used(self) -> int:
+        """Rows of all ranks."""
+        rows = len(self.lengths)
+        return rows - rows % self.together if rows >= self.together else rows
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
+        rows = torch.randperm(len(self.lengths), generator=generator).tolist()[: self._used]
+        if self.window:
+            whole = max(1, self.window // self.together) * self.together  # batches do not cross windows
+            rows = [row for part in _parts(rows, whole) for row in sorted(part, key=self.lengths.__getitem__)]
+            batches = _parts(rows, self.together)
+            rows = [row for i in torch.randperm(len(batches), generator=generator).tolist() for row in batches[i]]
+        for batch in _parts(rows, self.together):
+            yield from batch[self.share.rank :: self.share.ranks]
+
+
+def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def epoch_of(module: L.LightningDataModule) -> int:
+    """The epoch that training begins or goes on with."""
+    return module.trainer.current_epoch if module.trainer is not None else 0
+
+
+class _Loader(StatefulDataLoader):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Where an epoch stood. One that was just over is counted as done by Lightning: the next one is a whole one."""
+        if state_dict["_num_yielded"] < len(self):
+            super().load_state_dict(state_dict)
+
+
+def shuffled(
+    rows: Sequence[Any],
+    *,
+    lengths: Sequence[int],
+    batch_size: int,
+    window: int | None,
+    collate: Callable[..., Any],
+    module: L.LightningDataModule,
+    seed: int,
+) -> StatefulDataLoader:
+    """A training loader in another order each epoch; this rank's share of it (see Shuffle)."""
+    epoch, share = epoch_of(module), Share.of_trainer(module)
+    sampler = Shuffle(lengths, batch_size=batch_size, window=window, seed=seed, epoch=epoch, share=share)
+    return _Loader(rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
+
+
+def held_out(
+    rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], module: L.LightningDataModule
+) -> StatefulDataLoader:
+    """A validation loader: every row on one rank, and as many batches on each."""
+    batches = shares(rows, batch_size=batch_size, share=Share.of_trainer(module))
+    return StatefulDataLoader(batches, batch_size=None, collate_fn=collate)
+
+
+def shares(rows: Sequence[Any], *, batch_size: int, share: Share) -> list[Sequence[Any]]:
+    """One rank's batches of all rows in their order: no row left out or twice, as many batches on each rank.
+
+    Raises UserError when there are fewer rows than ranks.
+    """
+    if 0 < len(rows) < share.ranks:
+        raise UserError(f"{len(rows)} validation rows are too few for {share.ranks} ranks: raise data.validation")
+    batches = _parts(rows, batch_size * share.ranks)
+    if len(batches) > 1 and len(batches[-1]) < share.ranks:  # too few for a row on each rank
+        batches[-2:] = [[*batches[-2], *batches[-1]]]
+    return [batch[share.rank :: share.ranks] for batch in batches]

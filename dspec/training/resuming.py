@@ -1,0 +1,37 @@
+"""A resumed run must be the same run: its settings are kept in config.json, wherever the folder lies now."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dspec.errors import UserError
+
+
+def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
+    """Raises UserError naming the keys in which a resumed command differs from the run it resumes."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run")
+    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(portable(config, run_dir)))
+    old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
+    if odd := sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k)):
+        raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")
+
+
+def portable(config: Any, run_dir: Path) -> Any:
+    """The config with paths inside the run folder written as "<run>/...": the folder may be moved, or named anew."""
+    if isinstance(config, dict):
+        return {k: portable(v, run_dir) for k, v in config.items()}
+    if isinstance(config, list):
+        return [portable(v, run_dir) for v in config]
+    root = str(run_dir.absolute())
+    inside = isinstance(config, str) and (config == root or config.startswith(f"{root}/"))
+    return f"<run>{config.removeprefix(root)}" if inside else config
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    return {
+        k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
+    }
