@@ -16,6 +16,7 @@ from dspec.config import one_line_errors
 from dspec.errors import UserError
 from eval.intervals import wilson
 from eval.reports.plots import plot_pareto
+from eval.reports.table import aligned
 from eval.results import AR, AR_OF_BASE, Row, load, pool_rows
 
 Runs = Mapping[Path, Mapping[str, Any]]
@@ -58,8 +59,9 @@ def check_comparable(runs: Runs) -> None:
         )
 
 
-def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> None:
-    """Writes the picture as a PNG file. Raises UserError for runs that cannot stand in one picture."""
+def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> str:
+    """Writes the picture as a PNG file and gives its points as text. Raises UserError for runs that cannot stand in
+    one picture."""
     runs = {folder: load(folder) for folder in folders}
     check_comparable(runs)
     rows = pooled(runs, temperature=temperature)
@@ -74,6 +76,8 @@ def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> None:
     )
     points = {label: (row["tpf"], row["quality"]) for label, row in rows.items()}
     plot_pareto(points, reference=(serial["quality"], low, high), title=title, path=path)
+    cells = [[label, f"{100 * quality:.1f}", f"{tpf:.2f}"] for label, (tpf, quality) in points.items()]
+    return aligned(("decoder", "quality %", "tpf"), cells)
 
 
 def main() -> None:
@@ -83,7 +87,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="rows of this temperature (0: greedy)")
     args = parser.parse_args()
     with one_line_errors():
-        draw(args.folders, temperature=args.temperature, path=args.path)
+        print(draw(args.folders, temperature=args.temperature, path=args.path))
 
 
 if __name__ == "__main__":

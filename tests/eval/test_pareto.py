@@ -60,7 +60,8 @@ def test_one_temperature_with_verdicts(tmp_path: Path) -> None:
 
 
 def test_the_picture_is_written(tmp_path: Path) -> None:
-    draw(both(tmp_path), temperature=0.0, path=tmp_path / "p.png")
+    shown = draw(both(tmp_path), temperature=0.0, path=tmp_path / "p.png")
+    assert shown.splitlines()[1:] == ["AR           50.0  1.00", "new          50.0  2.00", "new (b)      30.0 10.00"]
     assert imread(tmp_path / "p.png").std() > 0.02
 
 
