@@ -52,6 +52,9 @@ _TARGETS = {
     "dspec.decoding.blocks.Plan": "dspec.decoding.jacobi_state.JacobiConfig",
     "eval.judge.": "eval.sandbox.judge.",
     "eval.sandbox.Sandbox": "eval.sandbox.sandbox.Sandbox",
+    "eval.report.": "eval.reports.report.",
+    "eval.speed.SpeedReport": "eval.speed.settings.SpeedSettings",
+    "eval.search.Search": "eval.search.settings.SearchSettings",
     "eval.evaluate.Contender": "eval.decoders.DecoderSpec",
     "eval.evaluate.DecoderSpec": "eval.decoders.DecoderSpec",
 }

@@ -9,7 +9,7 @@ from hydra.utils import get_object
 
 from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
 from eval.reports.comparison import _differing
-from eval.results import flat, read_results
+from eval.results import flat, load
 
 OLD = Path(__file__).parent / "eval" / "old_runs"
 RUNS = sorted(path.stem for path in OLD.glob("*.json"))
@@ -52,9 +52,10 @@ def test_names_of_today_are_never_old() -> None:
 def test_an_old_run_compares_with_a_new_one(tmp_path: Path) -> None:
     """Settings that only moved do not tell two runs apart."""
     config = stored("dspark")
-    row = {"method": "dspark", "benchmark": "problems", "decoder": {"temperature": 0.0}}
+    counts = {"n": 1, "tokens": 5, "nfe": 5, "nfe_prefill": 1, "tau": None}
+    row = {"method": "dspark", "benchmark": "problems", "decoder": {"temperature": 0.0}, **counts}
     (tmp_path / "results.json").write_text(json.dumps({"run": {"seed": 0, "config": config}, "rows": [row]}))
-    old = read_results(tmp_path)
+    old = load(tmp_path)
     assert old["run"]["config"]["target"]["_target_"] == "dspec.models.language_model.embedded_target"
     new = {"run": {"config": renamed(config)}}
     assert _differing([old, new]) == {}
