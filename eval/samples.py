@@ -44,10 +44,10 @@ class Sample:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":
-        own = {name: row[name] for name in cls.__dataclass_fields__ if name != "generation"}
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name != "generation"}
         trace = {name: row[name] for name in Generation.__dataclass_fields__}
         trace["passes"] = [Pass(*p) for p in trace["passes"]]
-        return cls(**own, generation=Generation(**trace))
+        return cls(**fields, generation=Generation(**trace))
 
 
 def digest(ids: Sequence[int]) -> str:

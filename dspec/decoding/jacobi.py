@@ -6,7 +6,7 @@ decoding token for token. So does sampled output, with the same seed: the token 
 the model's distribution there and of the stream's t-th uniform, the one that the autoregressive decoder draws it with,
 and Jacobi iterates that function. So its distribution is the target's exactly.
 
-Source: "Jacobi Forcing", its inference section.
+Source: Jacobi Forcing (arXiv 2512.14681), inference.
 Legend: B = rows, Q = places of a pass (the anchor, the draft, the candidates), N = B Q, T = output positions,
 V = vocabulary.
 """

@@ -7,10 +7,10 @@ A prediction is whatever the model's next token is under the text before it, so 
     ... the  cat  sat  [on]  |  a   mat  and       slept  the  whole
                        anchor   draft: verified    draft: updated under a left context that is not verified yet
 
-Source: "Jacobi Forcing", its inference section (multiblock decoding, rejection recycling). Departures: a pseudo-active
-block's stable tokens are not frozen, they go on being updated; where a pass verifies the whole real-active block, what
-it saw of the next block stood behind verified text already and is accepted at once. A promoted block keeps its draft,
-whose tokens are all verified again under the now verified text.
+Source: Jacobi Forcing (arXiv 2512.14681), inference: multiblock decoding, rejection recycling. Departures: a
+pseudo-active block's stable tokens are not frozen, they go on being updated; where a pass verifies the whole
+real-active block, what it saw of the next block stood behind verified text already and is accepted at once. A promoted
+block keeps its draft, whose tokens are all verified again under the now verified text.
 """
 
 import math

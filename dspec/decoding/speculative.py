@@ -1,7 +1,8 @@
 """Speculative decoding: draft a block, verify it in one target pass, keep the accepted prefix and one more token.
 
 Greedy output equals greedy autoregressive decoding token for token; sampled output has the target's distribution
-exactly (rejection sampling, sampling.py). A policy says how much of each draft is verified (verification.py).
+exactly (rejection sampling, sampling.py; Leviathan et al. 2023, arXiv 2211.17192). A policy says how much of each draft
+is verified (verification.py).
 
 Legend: B = rows, J = draft slots, V = vocabulary.
 """

@@ -1,7 +1,7 @@
 """Which state of a Jacobi trajectory stands for a block in training: noise ratios and the schedules over blocks.
 
-Source: "Jacobi Forcing", noise schedule and training sequence preparation: block i is meant to have the noise ratio
-t_i = W[i mod w], W = {0, 1/w, ..., (w-1)/w}, and the state whose ratio is nearest is taken.
+Source: Jacobi Forcing (arXiv 2512.14681), noise schedule and training sequence preparation: block i is meant to have
+the noise ratio t_i = W[i mod w], W = {0, 1/w, ..., (w-1)/w}, and the state whose ratio is nearest is taken.
 
 Legend: N = blocks, K = states of a trajectory (its last one is the fixed point), n = tokens of a block.
 """

@@ -1,8 +1,8 @@
 """DFlash: train a block-diffusion drafter without heads on random anchors.
 
-Source: "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab), its training section: random anchors, blocks
-that do not see each other, exponentially decaying cross-entropy w_k = exp(-k / gamma). Both slot layouts
-(models/draft.py); what is computed is methods/drafter.py.
+Source: "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab, arXiv 2602.06036), its training section: random
+anchors, blocks that do not see each other, exponentially decaying cross-entropy w_k = exp(-k / gamma). Both slot
+layouts (models/draft.py); what is computed is methods/drafter.py.
 
 Departures: target features are computed online, never stored; gamma is a parameter, as in DeepSpec@afdfa7c (4.0
 whatever the block), not tied to the block size; each loss is divided by the sum of its weights over all ranks; total

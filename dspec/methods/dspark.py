@@ -1,7 +1,7 @@
 """DSpark: DFlash plus a sequential head, a confidence head and total-variation matching.
 
 Source: "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" (DeepSeek-AI and Peking
-University), sections 2-4, with the arithmetic of DeepSpec@afdfa7c:
+University, arXiv 2607.05147), sections 2-4, with the arithmetic of DeepSpec@afdfa7c:
 
     L = a_ce L_ce + a_tv L_tv + a_conf L_conf, each of them a sum over slots weighted by w_k = exp(-k / gamma)
     L_tv = sum_v |p_draft - p_target|, twice the total variation

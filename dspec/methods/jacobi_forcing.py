@@ -1,6 +1,7 @@
 """Jacobi Forcing: train a causal LM to map the noisy states of its own Jacobi trajectories to their fixed points.
 
-Source: "Jacobi Forcing" (hao-ai-lab; released code hao-ai-lab/JacobiForcing@028dbd6), its training section:
+Source: "Fast and Accurate Causal Parallel Decoding using Jacobi Forcing" (arXiv 2512.14681; released code
+hao-ai-lab/JacobiForcing@028dbd6), its training section:
 L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask (attention/masks.py). CLLM (arXiv
 2403.00835) is window 1 without a schedule; keeping part of the change is WiSE-FT (arXiv 2109.01903).
 

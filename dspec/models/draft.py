@@ -1,7 +1,7 @@
 """The DFlash / DSpark drafter: a shallow block-diffusion transformer that reads the target's hidden states.
 
-Sources: DFlash (KV injection: K_i = [W_i^K H_t; W_i^K H_d]), DSpark (sequential and
-confidence heads), tensor names and arithmetic of DeepSpec@afdfa7c. One class serves both methods: DFlash is the
+Sources: DFlash (arXiv 2602.06036; KV injection: K_i = [W_i^K H_t; W_i^K H_d]), DSpark (arXiv 2607.05147; sequential
+and confidence heads), tensor names and arithmetic of DeepSpec@afdfa7c. One class serves both methods: DFlash is the
 drafter without heads. This module knows no training loop and no decoder.
 
 Slot layouts (never guessed; stored in the checkpoint):
