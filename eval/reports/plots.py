@@ -74,6 +74,31 @@ def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
         _save(figure, path)
 
 
+def plot_pareto(
+    points: Mapping[str, tuple[float, float]], *, reference: tuple[float, float, float], title: str, path: Path
+) -> None:
+    """Tokens per forward pass against quality (a share), a marker per decoder. `reference` is plain AR's quality and
+    the ends of its interval, drawn as a line in a band: lossless decoders lie on the line but for chance."""
+    _check(points, length=2)
+    quality, low, high = reference
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 3.6)
+        axes = figure.add_subplot()
+        axes.axhspan(low, high, color="#7F7F7F", alpha=0.12, lw=0)
+        axes.axhline(quality, color="#7F7F7F", ls=":", lw=1.2)
+        for i, ((label, point), (colour, _, marker)) in enumerate(zip(points.items(), _looks(), strict=False)):
+            fill = colour if i < len(_COLOURS) else "white"
+            axes.plot(*point, color=colour, marker=marker, ls="", ms=10, mfc=fill, mew=1.8, label=label, clip_on=False)
+        values = [low, high, *(y for _, y in points.values())]
+        axes.set_ylim(max(0.0, min(values) - 0.05), min(1.0, max(values) + 0.05))
+        axes.set_xlim(0.8, max(x for x, _ in points.values()) * 1.06)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol="", decimals=0))
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel="tokens per forward pass after prefill (plain AR: 1)", ylabel="quality (%)")
+        _legend(figure, axes)
+        _save(figure, path)
+
+
 def plot_roofline(
     groups: Mapping[str, Sequence[tuple[float, float]]],
     *,

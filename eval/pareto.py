@@ -1,0 +1,94 @@
+"""One picture of finished runs: tokens per forward pass against quality, a marker per decoder.
+
+    python -m eval.pareto docs/pareto.png runs/dspark/<time> runs/jacobi_forcing/<time>
+    python -m eval.pareto t1.png runs/dspark/<time> --temperature 1
+
+Both are pooled over the benchmarks that all of the runs have, at one temperature. Runs are drawn together only if they
+asked the same prompts at the same commit; a line that several runs have with the same numbers (plain AR) is one marker.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspec.config import one_line_errors
+from dspec.errors import UserError
+from eval.intervals import wilson
+from eval.reports.plots import plot_pareto
+from eval.reports.table import aligned
+from eval.results import AR, AR_OF_BASE, Row, load, pool_rows
+
+Runs = Mapping[Path, Mapping[str, Any]]
+
+
+def pooled(runs: Runs, *, temperature: float) -> dict[str, Row]:
+    """Each decoder's row, pooled over the benchmarks that all runs share, by its label; with `name`, the decoder's.
+
+    Raises UserError for runs that share no benchmark with a verdict at this temperature.
+    """
+    tables = {
+        folder: [r for r in run["rows"] if r["decoder"]["temperature"] == temperature and r["quality"] is not None]
+        for folder, run in runs.items()
+    }
+    shared = set.intersection(*({row["benchmark"] for row in rows} for rows in tables.values()))
+    if not shared:
+        raise UserError(f"no benchmark with a quality at temperature {temperature:g} is in all of the runs")
+    found: dict[str, Row] = {}
+    for folder, rows in tables.items():
+        for method in dict.fromkeys(row["method"] for row in rows):
+            chosen = [row for row in rows if row["method"] == method and row["benchmark"] in shared]
+            row = pool_rows(chosen) | {"name": chosen[0]["decoder"]["name"], "benchmarks": sorted(shared)}
+            same = method in found and all(found[method][key] == row[key] for key in ("tokens", "nfe", "quality"))
+            found[method if same or method not in found else f"{method} ({folder.name})"] = row
+    return found
+
+
+def check_comparable(runs: Runs) -> None:
+    """Raises UserError for runs of several commits, or whose benchmarks of one name have other prompts."""
+    if len(commits := {str(run["run"]["git"]["sha"])[:7] for run in runs.values()}) > 1:
+        raise UserError(f"the runs are of commits {', '.join(sorted(commits))}: draw runs of one commit together")
+    prompts: dict[str, set[Any]] = {}
+    for run in runs.values():
+        for row in run["rows"]:
+            source = run["run"].get("benchmarks", {}).get(row["benchmark"], {})
+            prompts.setdefault(row["benchmark"], set()).add((row["n"], str(source.get("sha256"))))
+    if odd := sorted(name for name, kinds in prompts.items() if len(kinds) > 1):
+        raise UserError(
+            f"the runs asked other prompts of {', '.join(odd)}: give runs with the same benchmarks and limits"
+        )
+
+
+def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> str:
+    """Writes the picture as a PNG file and gives its points as text. Raises UserError for runs that cannot stand in
+    one picture."""
+    runs = {folder: load(folder) for folder in folders}
+    check_comparable(runs)
+    rows = pooled(runs, temperature=temperature)
+    serial = next((row for name in (AR_OF_BASE, AR) for row in rows.values() if row["name"] == name), None)
+    if serial is None:
+        raise UserError("no run has plain AR: quality has nothing to be held against")
+    run = next(iter(runs.values()))
+    low, high = wilson(round(serial["quality"] * serial["n"]), serial["n"]) or (0.0, 1.0)
+    title = (
+        f"{run['rows'][0]['target']}, T={temperature:g}, {serial['n']} prompts ({', '.join(serial['benchmarks'])}), "
+        f"commit {str(run['run']['git']['sha'])[:7]}\nband: 95 % interval of plain AR's quality"
+    )
+    points = {label: (row["tpf"], row["quality"]) for label, row in rows.items()}
+    plot_pareto(points, reference=(serial["quality"], low, high), title=title, path=path)
+    cells = [[label, f"{100 * quality:.1f}", f"{tpf:.2f}"] for label, (tpf, quality) in points.items()]
+    return aligned(("decoder", "quality %", "tpf"), cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m eval.pareto", description=__doc__.split("\n")[0])
+    parser.add_argument("path", type=Path, help="the PNG file to write")
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders with results.json")
+    parser.add_argument("--temperature", type=float, default=0.0, help="rows of this temperature (0: greedy)")
+    args = parser.parse_args()
+    with one_line_errors():
+        print(draw(args.folders, temperature=args.temperature, path=args.path))
+
+
+if __name__ == "__main__":
+    main()
