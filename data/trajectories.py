@@ -205,12 +205,12 @@ class Trajectories(Conversations):
         """Trajectories of the training prompts, collected where missing."""
         wanted = dict(self.regeneration or {})
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
-        plan = JacobiConfig(block_size=self.block_size, blocks=1, activation=1.0, pool_size=0, candidates=0)
+        config = JacobiConfig(block_size=self.block_size, blocks=1, activation=1.0, pool_size=0, candidates=0)
         return collect(
             self.folder,
             self.settings(),
             self.encoded("train"),
-            Jacobi(target=self.target, config=plan),
+            Jacobi(target=self.target, config=config),
             sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,

@@ -261,6 +261,9 @@ def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
+_WITH_VALUE = {*"--config-path -cp --config-name -cn --config-dir -cd --cfg -c --package -p --info -i".split()}
+
+
 def _resumed(args: Sequence[str], *, config: str) -> list[str]:
     """The arguments, before them those that the run to resume was started with: `resume=<folder>` alone is enough.
 
@@ -275,7 +278,7 @@ def _resumed(args: Sequence[str], *, config: str) -> list[str]:
             _check_folder(named[-1])
         known = named and (named[-1] / ".hydra" / "overrides.yaml").is_file()
         said = any(arg.startswith("hydra.output_subdir=") for arg in args)  # as Lightning does for a rank
-        return [*args, *(["hydra.output_subdir=null"] if known and not said else [])]
+        return _options_first([*args, *(["hydra.output_subdir=null"] if known and not said else [])])
     folder = Path(folders[-1])
     if not folder.is_dir():
         raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
@@ -286,7 +289,16 @@ def _resumed(args: Sequence[str], *, config: str) -> list[str]:
         raise UserError(f"{folder} is a run of conf/{own}.yaml: it cannot be resumed under conf/{config}.yaml")
     stored = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text("utf-8")) or []
     given = {_key(arg) for arg in args}
-    return [*(old for old in stored if _key(old) not in given), *args, "hydra.output_subdir=null"]
+    return _options_first([*args, *(old for old in stored if _key(old) not in given), "hydra.output_subdir=null"])
+
+
+def _options_first(args: Sequence[str]) -> list[str]:
+    """Hydra's parser takes overrides in one piece alone: options such as --config-dir and their values go before."""
+    options: list[str] = []
+    overrides: list[str] = []
+    for before, arg in zip(["", *args], args, strict=False):
+        (options if arg.startswith("-") or before in _WITH_VALUE else overrides).append(arg)
+    return [*options, *overrides]
 
 
 def _check_folder(path: Path) -> None:

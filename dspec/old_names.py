@@ -67,6 +67,10 @@ def check_arguments(args: Sequence[str]) -> None:
         for pattern, mend in _CHOICES.items():
             if match := re.fullmatch(pattern, bare):
                 raise UserError(f"{arg} is gone: {match.expand(mend)}")
+        if match := re.fullmatch(r"(logger|hardware|target|data|benchmark|decoder|recipe|method/\w+)=null", bare):
+            raise UserError(
+                f"{arg}: {match[1]} needs one of its choices; leave it out for what runs have (--help lists all)"
+            )
         key = bare.partition("=")[0]
         _check_key(key)
         if key.startswith("benchmark.problems_unseen") and not any("tiny_unseen" in a for a in args):

@@ -67,10 +67,10 @@ def jacobi(
     candidates: int,
 ) -> DecoderSpec:
     """The target's own tokens, several per pass; the drafter is not used."""
-    plan = JacobiConfig(
+    config = JacobiConfig(
         block_size=block_size, blocks=blocks, activation=activation, pool_size=pool_size, candidates=candidates
     )
-    return _spec(label, weights, base, partial(factory.jacobi, plan=plan))
+    return _spec(label, weights, base, partial(factory.jacobi, config=config))
 
 
 def _spec(label: str, weights: str, base: Base, build: Build) -> DecoderSpec:

@@ -10,6 +10,7 @@ import pytest
 
 from dspec import config
 from dspec.errors import UserError
+from dspec.old_names import check_arguments
 from dspec.train import main
 
 Failing = Callable[..., str]
@@ -191,3 +192,24 @@ def test_an_old_run_cannot_be_resumed_in_its_old_spelling(failing: Failing, tmp_
     (hydra / "hydra.yaml").write_text("hydra: {job: {config_name: train}}")
     (hydra / "overrides.yaml").write_text("- recipe=dspark\n- optimizer=tiny\n")
     assert "optimizer.<key>=" in failing(f"resume={tmp_path / 'old'}")
+
+
+@pytest.mark.parametrize(
+    ("args", "ordered"),
+    [
+        (["--config-dir", "C", "resume=r", "seed=1"], ["--config-dir", "C", "resume=r", "seed=1"]),
+        (["resume=r", "--cfg", "job", "seed=1"], ["--cfg", "job", "resume=r", "seed=1"]),
+        (["-m", "seed=0,1", "--config-dir=C", "+a=1"], ["-m", "--config-dir=C", "seed=0,1", "+a=1"]),
+        (["~logger", "-cd", "C", "recipe=mine"], ["-cd", "C", "~logger", "recipe=mine"]),
+    ],
+)
+def test_options_stand_before_overrides(args: list[str], ordered: list[str]) -> None:
+    """Hydra's parser refuses overrides that an option splits, as stored ones and --config-dir did on resume."""
+    assert config._options_first(args) == ordered
+
+
+@pytest.mark.parametrize("group", ["logger", "hardware", "target", "recipe", "method/schedule"])
+def test_a_group_is_no_null(group: str) -> None:
+    with pytest.raises(UserError, match=f"{group}=null: {group} needs one of its choices"):
+        check_arguments([f"{group}=null"])
+    check_arguments(["draft=null", "calibration=null", "resume=null"])

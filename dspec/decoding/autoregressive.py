@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.base import Pass, Request, State, next_tokens, prefill
+from dspec.decoding.base import Pass, Request, State, check_requests, next_tokens, prefill
 from dspec.decoding.sampling import Sampling
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
@@ -22,9 +22,15 @@ class Autoregressive:
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         return sampling.to_dict()
 
+    def check(self, requests: Sequence[Request]) -> None:
+        check_requests(self.target, requests)
+
+    @torch.inference_mode()
     def start(self, requests: Sequence[Request]) -> State:
+        self.check(requests)
         return prefill(self.target, requests)[0]
 
+    @torch.inference_mode()
     def step(self, state: State) -> None:
         ids = torch.tensor([row.text[-1] for row in state.rows], device=self.target.device)[:, None]
         with span("target"):

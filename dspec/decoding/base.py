@@ -25,7 +25,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt, how its answer is drawn, and where it ends: at a stop token, where `should_stop` says so, or after
-    `max_new_tokens`. What comes out depends on the request alone, whatever is decoded beside it."""
+    `max_new_tokens`. What comes out depends on the request alone, whatever is decoded beside it: exactly in float64, up
+    to rounding in other types."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -88,6 +89,11 @@ class Generation:
         return [p for p in self.passes if p.kind in kinds]
 
     @property
+    def _steps(self) -> list[Pass]:
+        """Passes of the big model that are not prefill, of whatever kind."""
+        return [p for p in self.passes if p.kind not in ("prefill", "draft")]
+
+    @property
     def rounds(self) -> list[Pass]:
         """Draft-verify rounds."""
         return self._of("verify")
@@ -104,7 +110,7 @@ class Generation:
     @property
     def forwards(self) -> int:
         """Forward passes of the big model that are not prefill."""
-        return len(self._of("decode", "verify"))
+        return len(self._steps)
 
     @property
     def draft_forwards(self) -> int:
@@ -119,12 +125,12 @@ class Generation:
     @property
     def branch_forwards(self) -> int:
         """Branches of the passes after the prefill: a pass over k + 1 branches is one forward and k + 1 of these."""
-        return sum(p.branches for p in self._of("decode", "verify"))
+        return sum(p.branches for p in self._steps)
 
     @property
     def positions_computed(self) -> int:
         """Positions of the big model's passes after the prefill, padding and idle ones included."""
-        return self.idle_positions + sum(p.positions for p in self._of("decode", "verify"))
+        return self.idle_positions + sum(p.positions for p in self._steps)
 
 
 @dataclass(eq=False)
@@ -216,18 +222,21 @@ class State:
             part.select(rows)
 
     def join(self, other: "State") -> None:
-        """Takes another state's requests in flight, which then decodes no more."""
-        self.rows = self.rows + other.rows
+        """Takes another state's requests in flight, which then decodes no more. Raises ValueError for a state of
+        another decoder, or itself."""
+        if other is self or other.parts.keys() != self.parts.keys():
+            raise ValueError("a state is joined by another one of the same decoder")
         for part, more in zip(self._parts(), other._parts(), strict=True):
             part.join(more)
+        self.rows = self.rows + other.rows
 
-    def drop_finished(self) -> None:
-        """Lets finished rows go once they are at least half of all, since that copies the caches; till then they ride
-        along and their positions are counted as idle."""
+    def drop_finished(self, *, at_once: bool = False) -> None:
+        """Lets finished rows go once they are at least half of all (or `at_once`, where others wait for their place),
+        since that copies the caches; till then they ride along and their positions are counted as idle."""
         left = [i for i, row in enumerate(self.rows) if not row.done]
         if not left:
             self.rows = []
-        elif len(left) <= len(self.rows) // 2:
+        elif len(left) <= len(self.rows) // 2 or (at_once and len(left) < len(self.rows)):
             self.select(left)
 
 
@@ -236,9 +245,12 @@ class Decoder(Protocol):
 
     lossless: bool  # its output follows the distribution of plain AR of the same model (greedy: its tokens)
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises UserError for a request that cannot be decoded, by its number."""
+        ...
+
     def start(self, requests: Sequence[Request]) -> Any:
-        """The State after the prompts' forward pass, which commits each request's first token. Raises UserError for a
-        request that cannot be decoded."""
+        """The State after the prompts' forward pass, which commits each request's first token; checks them first."""
         ...
 
     def step(self, state: Any) -> None:
@@ -261,15 +273,19 @@ def decode(
     """The generations of `requests`, in their order. At most `in_flight` are decoded at a time (None: all), others
     join as rows become free. `observe` sees the state before each step.
 
-    Raises UserError for no requests, or one that the decoder cannot take.
+    Raises UserError for no requests, one that the decoder cannot take (before any is decoded), or in_flight < 1.
     """
     if not requests:
         raise UserError("no prompts to decode: give at least one")
+    if in_flight is not None and in_flight < 1:
+        raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
+    if in_flight is not None:
+        decoder.check(requests)
     room = len(requests) if in_flight is None else in_flight
     state: State = decoder.start(requests[:room])
     generations, waiting = [row.generation for row in state.rows], list(requests[room:])
     while True:
-        state.drop_finished()
+        state.drop_finished(at_once=bool(waiting))
         if waiting and (free := room - len(state.rows)) > 0:
             joined: State = decoder.start(waiting[:free])
             del waiting[:free]
@@ -286,19 +302,20 @@ def decode(
         decoder.step(state)
 
 
-def prefill(
-    model: LanguageModel, requests: Sequence[Request], *, taps: Sequence[int] = ()
-) -> tuple[State, torch.Tensor]:
-    """One pass over right-padded prompts that commits each row's first token; the state, and the features [B, L, F].
-
-    Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1.
-    """
+def check_requests(model: LanguageModel, requests: Sequence[Request]) -> None:
+    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1."""
     for i, request in enumerate(requests):
         if request.max_new_tokens < 1:
             raise UserError(f"max_new_tokens={request.max_new_tokens}: at least one token must be asked for")
         if not request.ids:
             raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
         model.check_length(len(request.ids), request.max_new_tokens)
+
+
+def prefill(
+    model: LanguageModel, requests: Sequence[Request], *, taps: Sequence[int] = ()
+) -> tuple[State, torch.Tensor]:
+    """One pass over right-padded prompts that commits each row's first token; the state, and the features [B, L, F]."""
     lengths = torch.tensor([len(r.ids) for r in requests])
     ids = torch.zeros(len(requests), int(lengths.max()), dtype=torch.long)
     for row, request in zip(ids, requests, strict=True):
@@ -313,7 +330,7 @@ def prefill(
         last = output.hidden_BLD[torch.arange(len(requests)), lengths - 1]
         first = next_tokens(model.logits(last), state)
     for row, token in zip(state.rows, first, strict=True):
-        row.generation.passes.append(Pass("prefill", row.commit([token])))
+        row.generation.passes.append(Pass("prefill", row.commit([token]), positions=ids.shape[1]))
     return state, output.features_BLF
 
 

@@ -55,6 +55,6 @@ def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int
     return Speculative(target=target, proposer=proposer, policy=VerifyAll())
 
 
-def jacobi(*, target: LanguageModel, draft: Draft | None, plan: JacobiConfig) -> Decoder:
+def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) -> Decoder:
     """The target's own tokens, several a pass; the drafter is not used."""
-    return Jacobi(target=target, config=plan)
+    return Jacobi(target=target, config=config)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dspec.attention import masks
-from dspec.decoding.base import PerRow, Request, State, prefill
+from dspec.decoding.base import PerRow, Request, State, check_requests, prefill
 from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import Sampling, SamplingBatch, draw, row_chunks
 from dspec.models.language_model import LanguageModel
@@ -40,7 +40,12 @@ class Jacobi:
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         return sampling.to_dict() | asdict(self.config)
 
+    def check(self, requests: Sequence[Request]) -> None:
+        check_requests(self.target, requests)
+
+    @torch.inference_mode()
     def start(self, requests: Sequence[Request]) -> State:
+        self.check(requests)
         state, _ = prefill(self.target, requests)
         uniform_BT = state.streams.take(max(r.max_new_tokens for r in requests))
         state.parts[_UNIFORMS] = PerRow(uniform_BT)
@@ -50,6 +55,7 @@ class Jacobi:
         )
         return state
 
+    @torch.inference_mode()
     def step(self, state: State) -> None:
         # 1. draft: what each row verifies behind its anchor, one continuation or several of equal length
         blocks: PerRow[JacobiState] = state.parts[BLOCKS]

@@ -200,6 +200,8 @@ class PromptLookupProposer:
     """Copies what followed the latest earlier occurrence of the last n-gram; needs no training (and no drafter)."""
 
     def __init__(self, *, num_drafts: int, max_ngram: int, device: torch.device) -> None:
+        if num_drafts < 1 or max_ngram < 1:
+            raise UserError(f"prompt lookup needs num_drafts and max_ngram >= 1, not {num_drafts} and {max_ngram}")
         self.num_drafts, self.max_ngram, self._device = num_drafts, max_ngram, device
         self.tap_ids: tuple[int, ...] = ()
         self.max_positions: int | None = None

@@ -5,6 +5,7 @@ Distributions are sorted and summed some rows at a time: each row's result depen
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from dspec.errors import UserError
 from dspec.precision import widest
 
+_COLDEST = 1e-5  # colder, logits divided by it overflow
 _REFILL = 512  # uniforms drawn at a time for each row
 _CHUNK_BYTES = 2**26  # of one distribution in float64: sorting and summing take several of that size
 
@@ -26,10 +28,12 @@ class Sampling:
     top_p: float
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
             raise UserError(
                 f"sampling needs temperature >= 0 and 0 < top_p <= 1, not {self.temperature} and {self.top_p}"
             )
+        if 0 < self.temperature < _COLDEST:
+            raise UserError(f"temperature={self.temperature} overflows: say 0 for greedy, or at least {_COLDEST}")
 
     @property
     def greedy(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspec.decoding.base import Pass, Request, State, prefill
+from dspec.decoding.base import Pass, Request, State, check_requests, prefill
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks, verify_greedy, verify_sampled
 from dspec.decoding.verification import VerificationPolicy
@@ -43,14 +43,16 @@ class Speculative:
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         return sampling.to_dict() | self.proposer.settings() | self.policy.settings(sampling)
 
+    @torch.inference_mode()
     def start(self, requests: Sequence[Request]) -> State:
-        self._check_length(requests)
+        self.check(requests)
         state, features_BLF = prefill(self.target, requests, taps=self.proposer.tap_ids)
         with span("prefill"):
             state.parts[_DRAFTER] = self.proposer.start(features_BLF)
         return state
 
-    def _check_length(self, requests: Sequence[Request]) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
+        check_requests(self.target, requests)
         room = self.proposer.max_positions
         for request in requests:
             if room is not None and len(request.ids) + request.max_new_tokens > room:
@@ -60,6 +62,7 @@ class Speculative:
                     "for longer texts"
                 )
 
+    @torch.inference_mode()
     def step(self, state: State) -> None:
         # 1. draft: J tokens behind each row's anchor, of which the policy sends count_B[b] to verification
         J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 class StopStrings:
-    """The `ends` of a decoder: an answer ends with the token that completes one of the strings."""
+    """The `should_stop` of a request: an answer ends with the token that completes one of the strings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self._tokenizer, self._strings = tokenizer, tuple(strings)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from dspec.calibration.sts import Calibration
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.base import Generation, Request, State, decode, requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
-from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer, Proposal
+from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerifyAll
 from dspec.errors import UserError
@@ -92,6 +93,71 @@ def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, kind: str) -> 
                 decoder.step(state)
             assert [row.request for row in rows] == [third, first]
             assert [seen(row.generation) for row in rows] == [alone[id(third)], alone[id(first)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_company_in_small_chunks(toys: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions some rows at a time, as with a large vocabulary: each row by its own sampling."""
+    _, made = decoders(toys)
+    these = asked(toys, 2)
+    alone = [seen(decode(made[kind], [request])[0]) for request in these]
+    monkeypatch.setattr("dspec.decoding.sampling._CHUNK_BYTES", 2000)
+    assert [seen(g) for g in decode(made[kind], these)] == alone
+
+
+def test_streams_go_on_behind_a_join() -> None:
+    """Past what is drawn at a time: the uniforms of a row are its seed's, whenever it joined."""
+    cpu, seeds = torch.device("cpu"), (3, 4, 5)
+    one, other = Streams(seeds[:2], cpu), Streams(seeds[2:], cpu)
+    begun = [*one.take(100), *other.take(7)]
+    one.join(other)
+    for row, (first, rest) in enumerate(zip(begun, one.take(1200), strict=True)):
+        fresh = torch.rand(4096, generator=torch.Generator().manual_seed(seeds[row]), dtype=torch.float64)
+        assert torch.equal(torch.cat([first, rest]), fresh[: len(first) + 1200])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_more_than_in_flight(toys: SimpleNamespace, kind: str) -> None:
+    """And while others wait no place is held by a row that is done."""
+    _, made = decoders(toys)
+    these, sizes, idle, begun = asked(toys, 3, 9), [], [], set()
+
+    def observe(state: State) -> None:
+        sizes.append(len(state.rows))
+        begun.update(id(row.request) for row in state.rows)
+        idle.append(len(begun) < len(these) - 2 and any(row.done for row in state.rows))
+
+    assert len(decode(made[kind], these, in_flight=3, observe=observe)) == 9
+    assert max(sizes) == 3
+    assert not any(idle)
+
+
+def test_steps_of_an_engine_need_no_inference_mode(toys: SimpleNamespace) -> None:
+    target, made = decoders(toys)
+    target.model.requires_grad_(True)
+    for decoder in made.values():
+        state = decoder.start(asked(toys, 11, 2))
+        decoder.step(state)
+        assert all(not layer.keys.requires_grad for layer in state.cache.layers)
+
+
+def test_states_of_two_decoders_do_not_join(toys: SimpleNamespace) -> None:
+    _, made = decoders(toys)
+    state, other = (made[kind].start(asked(toys, 11, 1)) for kind in ("autoregressive", "jacobi"))
+    for bad in (other, state):
+        with pytest.raises(ValueError, match="same decoder"):
+            state.join(bad)
+    assert len(state.rows) == 1
+
+
+def test_each_row_is_calibrated_by_its_own_sampling() -> None:
+    fitted = Calibration((0.2, 5.0), SAMPLINGS[1].temperature, SAMPLINGS[1].top_p)
+    policy = ConfidenceThreshold(0.6, calibration=fitted)
+    logits = torch.full((2, 2), 0.3, dtype=torch.float64)
+    proposal = Proposal(torch.zeros(2, 2, dtype=torch.long), torch.tensor([2, 2]), confidence_BJ=logits)
+    with pytest.warns(UserWarning, match="not used"):
+        counts = policy(proposal, [SAMPLINGS[0], SAMPLINGS[1]])
+    assert counts.tolist() == [0, 1]  # raw: sigmoid(0.3) = 0.57; calibrated: sigmoid(1.5), then sigmoid(0.06)
 
 
 def test_a_trace_adds_up(toys: SimpleNamespace) -> None:
@@ -223,5 +289,12 @@ def test_refusals(toys: SimpleNamespace, kind: str) -> None:
     for these, message in cases():
         with pytest.raises(UserError, match=message):
             decode(made[kind], these)
+    fine = requests([[1]] * 2, seeds=[0, 0], max_new_tokens=4, **common)
+    empty = requests([[]], seeds=[0], max_new_tokens=4, **common)
+    with pytest.raises(UserError, match="prompt 2 is empty"):  # before any is decoded, by the caller's number
+        decode(made[kind], [*fine, *empty], in_flight=1)
+    for room in (0, -1):
+        with pytest.raises(UserError, match=f"in_flight={room}"):
+            decode(made[kind], fine, in_flight=room)
     with pytest.raises(UserError, match="2 seeds for 1 prompts"):
         requests([[1]], seeds=[0, 1], max_new_tokens=4, **common)
