@@ -14,7 +14,7 @@ _CHOICES = {
     r"method/teacher=same_pass": "say method/teacher=stop_gradient",
     r"method/teacher=moving": "say method/teacher=ema",
     r"draft=none": "say draft=null",
-    r"draft=([\w,]+)": rf"say recipe=\g<1>, or draft.<key>=...: {_PAGE}",
+    r"draft=(?!null$)([\w,]+)": rf"say recipe=\g<1>, or draft.<key>=...: {_PAGE}",
     r"optimizer=(\w+)": rf"say optimizer.<key>=..., or data=\g<1> for all that goes with those data: {_PAGE}",
     r"trainer=(\w+)": rf"say trainer.<key>=..., hardware=cpu|gpu, or data=\g<1>: {_PAGE}",
     r"trajectories=(\w+)": rf"say data=\g<1>: {_PAGE}",

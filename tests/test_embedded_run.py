@@ -166,15 +166,18 @@ def test_no_test_prompt_is_trained_or_calibrated_on() -> None:
     def digests(texts: list[str]) -> set[str]:
         return {hashlib.sha256(text.encode()).hexdigest() for text in texts}
 
-    conf = Path(__file__).parents[1] / "conf"
-    tiny, base = (yaml.safe_load((conf / "data" / f"{name}.yaml").read_text()) for name in ("tiny", "tiny_corpus"))
+    pages = Path(__file__).parents[1] / "recipes"
+    counts = yaml.safe_load((pages / "ar_base.yaml").read_text())["data"]["counts"]
+    names = ("dspark", "dflash", "jacobi_forcing", "cllm")
+    sources = [yaml.safe_load((pages / f"{name}.yaml").read_text())["data"]["source"] for name in names]
     for seed in range(3):
-        source = EmbeddedPrompts(train=tiny["source"]["train"], calibration=tiny["source"]["calibration"], seed=seed)
-        used = [p.text for split in ("train", "calibration") for p in source.prompts(split)]
+        made = [EmbeddedPrompts(train=s["train"], calibration=s["calibration"], seed=seed) for s in sources]
+        used = [p.text for source in made for split in ("train", "calibration") for p in source.prompts(split)]
         if seed == 0:
-            used += [e.prompt for e in corpus(counts=base["counts"], split="train", seed=0)]
+            used += [e.prompt for e in corpus(counts=counts, split="train", seed=0)]
         tested = [item.prompt for benchmark in benchmarks().values() for item in benchmark.items()]
         assert len(digests(used)) > 2000
         assert not digests(used) & digests(tested)
-    calibrates = {p.text for p in source.prompts("calibration")}
-    assert not calibrates & {p.text for p in source.prompts("train")}
+    for source in made:
+        calibrates = {p.text for p in source.prompts("calibration")}
+        assert not calibrates & {p.text for p in source.prompts("train")}

@@ -13,7 +13,7 @@ from dspec.models.language_model import embedded_target
 @pytest.mark.slow
 def test_leaves_results_plots_and_a_drafter(dspark_run: Path) -> None:
     results = json.loads((dspark_run / "results.json").read_text())
-    assert set(results) == {"run", "rows", "calibration"}
+    assert set(results) == {"schema", "run", "rows", "calibration"}
     assert {"git", "versions", "hardware", "threads", "dtype", "seed", "prompt_policy", "config"} <= set(results["run"])
     rows = results["rows"]
     assert len(rows) == 2 * 2 * 2  # decoders, benchmarks, temperatures
