@@ -37,7 +37,7 @@ Grown = Callable[[list[Row], Check], None]
 
 
 class Evaluation:
-    """Runs contenders over benchmarks at each temperature."""
+    """Runs decoders over benchmarks at each temperature."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class Evaluation:
         self,
         *,
         target: LanguageModel,
-        contenders: Mapping[str, DecoderSpec],
+        specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
     ) -> dict[str, Prompts]:
         """Items and their prompt ids, by benchmark. Raises UserError without plain AR or another serial decoder that
         speedups refer to, for a benchmark without prompts, and for a prompt that does not fit the context."""
-        if AR not in contenders:
+        if AR not in specs:
             raise UserError(f"decoder must contain {AR}: speeds are measured against it")
-        if lacking := sorted({c.baseline for c in contenders.values()} - contenders.keys()):
+        if lacking := sorted({c.baseline for c in specs.values()} - specs.keys()):
             raise UserError(f"decoder must contain {', '.join(lacking)}, which others in it are measured against")
         encoded = {
             name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
@@ -97,7 +97,7 @@ class Evaluation:
         *,
         target: LanguageModel,
         draft: Draft | None,
-        contenders: Mapping[str, DecoderSpec],
+        specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
         stop_ids: Sequence[int],
@@ -120,7 +120,7 @@ class Evaluation:
         rows, check = self.rows(
             target=target,
             draft=draft,
-            contenders=contenders,
+            specs=specs,
             benchmarks=benchmarks,
             policy=policy,
             stop_ids=stop_ids,
@@ -137,7 +137,7 @@ class Evaluation:
         *,
         target: LanguageModel,
         draft: Draft | None,
-        contenders: Mapping[str, DecoderSpec],
+        specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
         stop_ids: Sequence[int],
@@ -156,9 +156,9 @@ class Evaluation:
         with Meter("evaluation") as meter, torch.inference_mode():
             meter.phase("reading weights and prompts")
             weights = {"target": fingerprint(target.model), "draft": fingerprint(draft) if draft is not None else None}
-            encoded = self.encode_prompts(target=target, contenders=contenders, benchmarks=benchmarks, policy=policy)
+            encoded = self.encode_prompts(target=target, specs=specs, benchmarks=benchmarks, policy=policy)
             written = {**settings, "weights": weights, "data": {n: _data(b) for n, b in benchmarks.items()}}
-            decoders = {key: c.build(target=target, draft=draft) for key, c in contenders.items()}
+            decoders = {key: c.build(target=target, draft=draft) for key, c in specs.items()}
             with SampleLog(samples, written) as log:
                 for name, prompts in encoded.items():
                     log.check_prompts(name, [(item.id, ids) for item, ids in prompts])
@@ -170,14 +170,14 @@ class Evaluation:
                     check = self._gate(target, benchmarks, encoded, stop_ids, meter)
                 if not log.samples:
                     grown(rows, check)
-                total = sum(map(len, encoded.values())) * len(self.samplings) * len(contenders)
+                total = sum(map(len, encoded.values())) * len(self.samplings) * len(specs)
                 meter.expect(total, done=len(log.samples))
                 for name, benchmark in benchmarks.items():
                     for sampling in self.samplings:
                         fresh = self._run(
                             target, name, benchmark, decoders, sampling, encoded[name], stop_ids, log, meter
                         )
-                        done = self._rows(target, name, benchmark, contenders, decoders, sampling, log)
+                        done = self._rows(target, name, benchmark, specs, decoders, sampling, log)
                         rows += done
                         if fresh:
                             for one in done:
@@ -275,7 +275,7 @@ class Evaluation:
         target: LanguageModel,
         name: str,
         benchmark: Benchmark,
-        contenders: Mapping[str, DecoderSpec],
+        specs: Mapping[str, DecoderSpec],
         decoders: Mapping[str, Decoder],
         sampling: Sampling,
         log: SampleLog,
@@ -284,17 +284,17 @@ class Evaluation:
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
         return [
             {
-                "method": contenders[key].label,
+                "method": specs[key].label,
                 "target": target.name,
                 "decoder": {"name": key, **decoders[key].settings(sampling)},
-                "serial": contenders[key].baseline,
+                "serial": specs[key].baseline,
                 "lossless": decoders[key].lossless,
                 "benchmark": name,
                 "batch_size": self.batch_size,
                 **row(
                     answered,
-                    by_decoder[contenders[key].baseline],
-                    by_decoder[AR_OF_BASE if AR_OF_BASE in contenders else AR],
+                    by_decoder[specs[key].baseline],
+                    by_decoder[AR_OF_BASE if AR_OF_BASE in specs else AR],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,
                     seed=self.seed,

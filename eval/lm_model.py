@@ -46,11 +46,11 @@ class DspecLM(TemplateLM):
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
         self.loaded = load_model(cfg)
-        self._contender = next(iter(instantiate_decoders(cfg).values()))
+        self._spec = next(iter(instantiate_decoders(cfg).values()))
         self.target, self.tokenizer, self.seed = self.loaded.target, self.loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
-        self._decoder = self._contender.build(target=self.target, draft=self.loaded.draft)
+        self._decoder = self._spec.build(target=self.target, draft=self.loaded.draft)
 
     @property
     def eot_token_id(self) -> int:
@@ -187,7 +187,7 @@ class DspecLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Counts of all generations so far, task by task, for lm-eval's results."""
-        decoder = {"method": self._contender.label, **self._decoder.settings(self._sampling({}))}
+        decoder = {"method": self._spec.label, **self._decoder.settings(self._sampling({}))}
         tasks = {
             task: {"n": len(done), **counts(done), "acceptance": acceptance(done)}
             for task, done in self._generations.items()

@@ -28,7 +28,7 @@ class EvaluationResult:
     """What an evaluation ran and found; `results` is what results.json holds."""
 
     loaded: LoadedModel
-    contenders: dict[str, DecoderSpec]
+    specs: dict[str, DecoderSpec]
     benchmarks: Mapping[str, Benchmark]
     evaluation: Evaluation
     results: dict[str, Any]
@@ -42,15 +42,15 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     loaded = load_model(cfg)
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    contenders = instantiate_decoders(cfg)
-    if AR not in contenders:
-        contenders = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **contenders}
+    specs = instantiate_decoders(cfg)
+    if AR not in specs:
+        specs = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **specs}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")
     results = evaluation(
         target=target,
         draft=loaded.draft,
-        contenders=contenders,
+        specs=specs,
         benchmarks=benchmarks,
         policy=loaded.policy,
         stop_ids=target.stop_ids,
@@ -61,4 +61,4 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
         accepted=lambda: remember_command(cfg),
     )
     write_json(run_dir / "config.json", plain)
-    return EvaluationResult(loaded, contenders, benchmarks, evaluation, results)
+    return EvaluationResult(loaded, specs, benchmarks, evaluation, results)

@@ -75,5 +75,5 @@ def _folded(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, mask: Tensor | None,
 
 
 def _attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float | None) -> Tensor:
-    k, v = (torch.cat([x[:, :, : tile.leading], x[:, :, tile.own]], 2) for x in (k, v))
+    k, v = (torch.cat([x[:, :, : tile.leading], x[:, :, tile.beside]], 2) for x in (k, v))
     return attend(q[:, :, tile.queries], k, v, tile.mask, scale=scale)

@@ -26,8 +26,8 @@ class Tile:
 
     queries: slice
     leading: int
-    own: slice
-    mask: Tensor  # bool [B, 1, queries, leading + own]
+    beside: slice
+    mask: Tensor  # bool [B, 1, queries, leading + beside]
 
 
 Tiles = tuple[Tile, ...]
@@ -197,8 +197,8 @@ def tiles(anchor_BN: Tensor, *, context: int, block: int, size: int = _TILE) -> 
         leading = int(anchor_BN[:, first:last].max())
         q = torch.arange(first * block, last * block, device=anchor_BN.device)
         kv = torch.cat([torch.arange(leading, device=q.device), context + q])
-        own = slice(context + first * block, context + last * block)
-        made.append(Tile(slice(first * block, last * block), leading, own, _table(predicate, B, q, kv)))
+        beside = slice(context + first * block, context + last * block)
+        made.append(Tile(slice(first * block, last * block), leading, beside, _table(predicate, B, q, kv)))
     return tuple(made)
 
 

@@ -277,11 +277,11 @@ def decode(
     """
     if not requests:
         raise UserError("no prompts to decode: give at least one")
-    if in_flight is not None and in_flight < 1:
-        raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
-    if in_flight is not None:
-        decoder.check(requests)
     room = len(requests) if in_flight is None else in_flight
+    if room < 1:
+        raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
+    if room < len(requests):
+        decoder.check(requests)  # those that wait, too, before any is decoded
     state: State = decoder.start(requests[:room])
     generations, waiting = [row.generation for row in state.rows], list(requests[room:])
     while True:

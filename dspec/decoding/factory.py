@@ -1,4 +1,4 @@
-"""Decoders from target, drafter and sampling; eval/decoders.py gives them what configs say."""
+"""Decoders from target and drafter; eval/decoders.py gives them what configs say."""
 
 import warnings
 

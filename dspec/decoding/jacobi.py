@@ -76,7 +76,7 @@ class Jacobi:
                     continue
                 start, length = len(row.text) - 1, len(tried[0])
                 behind = [tokens[1 + j * length : 1 + (j + 1) * length] for j in range(len(tried))]
-                predictions = [tokens[:1] + own for own in behind]
+                predictions = [tokens[:1] + rest for rest in behind]
                 winner, accepted = one.advance(tried, predictions)
                 row.commit_round(
                     tried[winner],
@@ -93,7 +93,7 @@ class Jacobi:
 
     def _predict(self, state: State, drafts: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         """The model's tokens after the anchor and after each token of each continuation [B][Q]: continuation j's
-        behind those of the earlier ones; rows are padded to the longest."""
+        behind those of the earlier ones; rows are padded to the longest, and what padding gives is not read."""
         widths = [1 + sum(map(len, tried)) for tried in drafts]
         Q, device = max(widths), self.target.device
         ids, depth, branch = (torch.zeros(len(drafts), Q, dtype=torch.long) for _ in range(3))
@@ -103,7 +103,6 @@ class Jacobi:
             if length:
                 depth[b, 1:width] = 1 + torch.arange(width - 1) % length
                 branch[b, 1:width] = 1 + torch.arange(width - 1) // length
-            branch[b, width:] = -1  # padding sees the text, and nobody sees it
         starts = state.starts
         side_by_side: dict[str, Any] = {}
         if any(len(tried) > 1 for tried in drafts):
@@ -112,8 +111,6 @@ class Jacobi:
                 "positions_BL": start[:, None] + depth.to(device),
                 "mask": masks.branches(start, branch.to(device)),
             }
-        else:
-            depth = torch.arange(Q).expand(len(drafts), Q)
         with span("target"):
             output = self.target(ids.to(device), start_B=starts, cache=state.cache, **side_by_side)
         uniform_N = None if state.samplings.greedy else _uniforms(state, depth).flatten()

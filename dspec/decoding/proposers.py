@@ -90,8 +90,8 @@ class DraftProposer:
 
     def settings(self) -> dict[str, Any]:
         head = self.draft.config.markov_head_type
-        own = {"drafts": self.num_drafts, "sequential_head": head if self.head is not None else None}
-        return own | ({"refinement_passes": self.refinement_passes} if self.refinement_passes else {})
+        settings = {"drafts": self.num_drafts, "sequential_head": head if self.head is not None else None}
+        return settings | ({"refinement_passes": self.refinement_passes} if self.refinement_passes else {})
 
     def start(self, features_BLF: Tensor) -> PositionCache:
         cache = self.draft.new_cache()

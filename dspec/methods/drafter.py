@@ -75,9 +75,11 @@ class DrafterMethod(Method):
         """`num_anchors` blocks per row; `loss_decay` is gamma in slots; `chunk_mb` MiB of logits exist at a time. The
         target's outputs are kept for later epochs in at most `feature_cache_mb` MiB (0: computed in each step).
 
-        Raises UserError for numbers out of range.
+        Raises UserError for numbers out of range, or where a confidence is weighed that no head gives.
         """
         super().__init__()
+        if draft.confidence_head is None and confidence_weight:
+            raise UserError("method.confidence_weight > 0 needs draft.confidence_head=true")
         if num_anchors < 1:
             raise UserError(f"method.num_anchors={num_anchors} blocks per row must be at least 1")
         if loss_decay <= 0:

@@ -11,39 +11,8 @@ What is computed is methods/drafter.py. Departures: as DFlash's (methods/dflash.
 backbone, as in DeepSpec. Temperatures (STS) are fitted afterwards, by dspec/calibration/sts.py.
 """
 
-from dspec.errors import UserError
 from dspec.methods.drafter import DrafterMethod
-from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
 
 
 class DSpark(DrafterMethod):
     """Trains a drafter with the heads that it has; they are teacher-forced."""
-
-    def __init__(
-        self,
-        *,
-        target: LanguageModel,
-        draft: Draft,
-        num_anchors: int,
-        loss_decay: float,
-        ce_weight: float,
-        tv_weight: float,
-        confidence_weight: float,
-        chunk_mb: float,
-        feature_cache_mb: float,
-    ) -> None:
-        """Raises UserError where a confidence is weighed that no head gives."""
-        if draft.confidence_head is None and confidence_weight:
-            raise UserError("method.confidence_weight > 0 needs draft.confidence_head=true")
-        super().__init__(
-            target=target,
-            draft=draft,
-            num_anchors=num_anchors,
-            loss_decay=loss_decay,
-            ce_weight=ce_weight,
-            tv_weight=tv_weight,
-            confidence_weight=confidence_weight,
-            chunk_mb=chunk_mb,
-            feature_cache_mb=feature_cache_mb,
-        )

@@ -223,12 +223,12 @@ class LanguageModel(nn.Module):
         """
         more = getattr(self.model.generation_config, "eos_token_id", None)
         more = [] if more is None else [more] if isinstance(more, int) else list(more)
-        own = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
-        if not own and not more:
+        turn_end = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        if not turn_end and not more:
             raise UserError(
                 f"target {self.name!r} has no end-of-text token: set eos_token in its tokenizer_config.json"
             )
-        return tuple(dict.fromkeys([*own, *more]))
+        return tuple(dict.fromkeys([*turn_end, *more]))
 
     def check_length(self, prompt: int, new: int) -> None:
         """Raises UserError when prompt and new tokens do not fit the model's positions."""

@@ -67,7 +67,7 @@ class Job:
     data: Any
     method: Method
     calibration: Any  # None: no such stage
-    contenders: Any
+    specs: Any
     benchmarks: Any
     evaluation: Any
     report: Any
@@ -97,12 +97,12 @@ def prepare(cfg: DictConfig) -> Job:
     models = Models(target=target, draft=draft)
     method: Method = instantiate(cfg.method, **models.parts)
     calibration = instantiate(cfg.calibration)
-    contenders, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
+    specs, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
     evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
     if calibration is not None:
         calibration.check(draft)
         calibration.check_prompts(target, draft, calibration_prompts(data))
-    evaluation.encode_prompts(target=target, contenders=contenders, benchmarks=benchmarks, policy=data.policy)
+    evaluation.encode_prompts(target=target, specs=specs, benchmarks=benchmarks, policy=data.policy)
 
     # then the trainer, whose logger writes from now on
     history = History()
@@ -126,7 +126,7 @@ def prepare(cfg: DictConfig) -> Job:
         data=data,
         method=method,
         calibration=calibration,
-        contenders=contenders,
+        specs=specs,
         benchmarks=benchmarks,
         evaluation=evaluation,
         report=report,
@@ -191,7 +191,7 @@ def evaluate(job: Job, run: dict[str, Any], calibration: dict[str, Any] | None) 
     results: dict[str, Any] = job.evaluation(
         target=job.models.target,
         draft=job.models.draft,
-        contenders=job.contenders,
+        specs=job.specs,
         benchmarks=job.benchmarks,
         policy=job.data.policy,
         stop_ids=job.models.target.stop_ids,

@@ -63,14 +63,14 @@ class SpeedReport:
         name, benchmark = next(iter(done.benchmarks.items()))
         sampling = done.evaluation.samplings[0]
         encoded = done.evaluation.encode_prompts(
-            target=target, contenders=done.contenders, benchmarks={name: benchmark}, policy=policy
+            target=target, specs=done.specs, benchmarks={name: benchmark}, policy=policy
         )
         size = done.evaluation.batch_size
         prompts = encoded[name][: -(-self.settings.profiled_prompts // size) * size]
         rounds: list[dict[str, Any]] = []
-        for key, contender in done.contenders.items():
+        for key, spec in done.specs.items():
             profile = round_profile(
-                contender.build(target=target, draft=done.loaded.draft),
+                spec.build(target=target, draft=done.loaded.draft),
                 [ids for _, ids in prompts],
                 sampling=sampling,
                 device=target.device,
@@ -79,7 +79,7 @@ class SpeedReport:
                 stop_ids=target.stop_ids,
                 seeds=[prompt_seed(self.settings.seed, item.id) for item, _ in prompts],
             )
-            about = {"decoder": key, "method": contender.label, "benchmark": name}
+            about = {"decoder": key, "method": spec.label, "benchmark": name}
             rounds.append(about | {"batch_size": done.evaluation.batch_size} | profile)
         first = {
             row["decoder"]["name"]: row

@@ -115,8 +115,8 @@ def test_tiles_hold_all_that_the_dense_mask_holds(seed: int) -> None:
     for tile in tiles:
         assert tile.leading == anchors[:, tile.queries.start // block : tile.queries.stop // block].max()
         part = rest[:, :, tile.queries]
-        assert torch.equal(tile.mask, torch.cat([part[..., : tile.leading], part[..., tile.own]], -1))
-        part[..., : tile.leading], part[..., tile.own] = False, False
+        assert torch.equal(tile.mask, torch.cat([part[..., : tile.leading], part[..., tile.beside]], -1))
+        part[..., : tile.leading], part[..., tile.beside] = False, False
     assert not rest.any()
 
 

@@ -1,4 +1,4 @@
-"""Running contenders: what is decoded, timed, written down and resumed."""
+"""Running specs: what is decoded, timed, written down and resumed."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def lookup(**kwargs: object) -> object:
     return factory.prompt_lookup(num_drafts=4, max_ngram=2, **kwargs)  # type: ignore[arg-type]
 
 
-CONTENDERS = {
+SPECS = {
     "autoregressive": DecoderSpec(label="AR", build=factory.autoregressive),
     "lookup": DecoderSpec(label="prompt lookup", build=lookup),  # type: ignore[arg-type]
 }
@@ -78,7 +78,7 @@ def run(
     return evaluation.rows(
         target=target,
         draft=None,
-        contenders=CONTENDERS,
+        specs=SPECS,
         benchmarks={"echo": echo},
         policy=POLICY,
         stop_ids=target.stop_ids,
@@ -232,16 +232,14 @@ def test_resuming_with_other_settings_or_a_broken_file_is_refused(target: Langua
 
 
 def test_bad_evaluations_are_refused_before_any_work(target: LanguageModel) -> None:
-    only = {"lookup": CONTENDERS["lookup"]}
-    for contenders, benchmark, words in (
+    only = {"lookup": SPECS["lookup"]}
+    for specs, benchmark, words in (
         (only, Echo(["a"]), "autoregressive"),
-        (CONTENDERS, Echo([]), "no prompts"),
-        (CONTENDERS, Echo(["long " * 2000]), r"^echo/0: .* exceed the context .*benchmark\.e\.max_new_tokens"),
+        (SPECS, Echo([]), "no prompts"),
+        (SPECS, Echo(["long " * 2000]), r"^echo/0: .* exceed the context .*benchmark\.e\.max_new_tokens"),
     ):
         with pytest.raises(UserError, match=words):
-            evaluation(0.0).encode_prompts(
-                target=target, contenders=contenders, benchmarks={"e": benchmark}, policy=POLICY
-            )
+            evaluation(0.0).encode_prompts(target=target, specs=specs, benchmarks={"e": benchmark}, policy=POLICY)
     for change in ({"limit": 0}, {"batch_size": 0}, {"temperatures": []}):
         with pytest.raises(UserError, match=r"at least (1|one)"):
             evaluation(0.0, **change)
@@ -293,7 +291,7 @@ def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Pa
 
     def go(echo: Echo) -> None:
         evaluation(0.0, generate_prompts=0).rows(
-            target=target, draft=None, contenders=CONTENDERS, benchmarks={"one": Echo(PROMPTS[:1]), "two": echo},
+            target=target, draft=None, specs=SPECS, benchmarks={"one": Echo(PROMPTS[:1]), "two": echo},
             policy=POLICY, stop_ids=target.stop_ids, samples=tmp_path / "a.jsonl", settings={},
             grown=lambda rows, check: grown.append(len(rows)),
         )  # fmt: skip
@@ -323,13 +321,13 @@ def test_each_decoder_goes_first_in_its_turn(
     assert [row["decoder"] for row in written(tmp_path / "a")[1:]] == ["autoregressive", "lookup"] * 3
 
 
-def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp_path: Path) -> None:
+def test_each_spec_stands_against_the_serial_decoder_of_its_own_weights(tmp_path: Path) -> None:
     """A method that trains the target: the base beside it, each with its own mismatches, and two speedups."""
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():
         trained.embed_tokens.weight.mul_(1.3)
     own = {"base": lambda: base, "build": factory.autoregressive}
-    contenders = {
+    specs = {
         "base_autoregressive": DecoderSpec(
             label="AR base", build=partial(on_base, **own), baseline="base_autoregressive"
         ),
@@ -338,11 +336,11 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
             build=partial(on_base, base=lambda: base, build=lookup),
             baseline="base_autoregressive",
         ),
-        **CONTENDERS,
+        **SPECS,
     }
     options = {"draft": None, "benchmarks": {"echo": Echo(PROMPTS)}, "policy": POLICY, "stop_ids": base.stop_ids}
     settings = {"samples": tmp_path / "samples.jsonl", "settings": {}, **options}
-    rows, _ = evaluation(0.0, temperatures=[0.0]).rows(target=trained, contenders=contenders, **settings)
+    rows, _ = evaluation(0.0, temperatures=[0.0]).rows(target=trained, specs=specs, **settings)
     by_name = {row["decoder"]["name"]: row for row in rows}
     assert all(row["mismatches"] == 0 for row in rows)
     assert by_name["base_lookup"]["tokens"] == by_name["base_autoregressive"]["tokens"]
@@ -356,6 +354,6 @@ def test_each_contender_stands_against_the_serial_decoder_of_its_own_weights(tmp
     assert "x base" in table(rows, trusted=True)
     alone = [row for row in rows if row["decoder"]["name"].startswith("base_")]
     assert "x base" not in table([alone[0]], trusted=True)
-    del contenders["base_autoregressive"]
+    del specs["base_autoregressive"]
     with pytest.raises(UserError, match="must contain base_autoregressive"):
-        evaluation(0.0).rows(target=trained, contenders=contenders, **settings)
+        evaluation(0.0).rows(target=trained, specs=specs, **settings)

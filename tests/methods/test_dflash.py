@@ -21,7 +21,6 @@ from dspec.methods.dflash import DFlash
 from dspec.methods.drafter import sample_anchors
 from dspec.methods.dspark import DSpark
 from dspec.models.checkpoint import from_pretrained
-from dspec.models.output_cache import OutputCache
 
 SETTINGS = {
     "num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4, "feature_cache_mb": 0,
@@ -445,19 +444,6 @@ def test_kept_features_give_the_same_loss(toys: SimpleNamespace) -> None:
     assert calls.count(0) == 2 * len(_batch().ids_BL)
     with pytest.raises(UserError, match="feature_cache_mb=-1"):
         _method(toys, feature_cache_mb=-1)
-
-
-def test_what_is_kept_depends_on_the_row_alone(toys: SimpleNamespace) -> None:
-    """Bit by bit, whatever it is batched with or padded to: a resumed run begins with nothing kept."""
-    target = toys.target(dtype=torch.float32)
-    ids = torch.randint(10, (3, 12), generator=torch.Generator().manual_seed(0))
-    whole = OutputCache(target, taps=(0, 2), max_mb=1)(ids, [12, 7, 9])
-    for b, n in ((2, 9), (1, 7)):
-        alone = OutputCache(target, taps=(0, 2), max_mb=0)(ids[b : b + 1, : n + 1], [n])
-        assert torch.equal(alone.features_BLF[0, :n], whole.features_BLF[b, :n])
-        assert torch.equal(alone.hidden_BLD[0, :n], whole.hidden_BLD[b, :n])
-        assert alone.hidden_BLD.shape[1] == n + 1
-        assert not whole.features_BLF[b, n:].any()
 
 
 @pytest.mark.parametrize("cls", [DFlash, DSpark])
