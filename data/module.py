@@ -121,6 +121,11 @@ class Conversations(L.LightningDataModule):
         if len(self._rows) <= self.validation:
             raise UserError(f"{len(self._rows)} usable responses leave nothing to train on; raise the prompt count")
 
+    @property
+    def rows(self) -> list[list[int]]:
+        """The token rows of an epoch and of validation."""
+        return [ids for ids, _ in self._rows]
+
     def _digest(self) -> str:
         """Of the rows that are trained on, in their order."""
         digest = hashlib.sha256()

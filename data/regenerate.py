@@ -23,7 +23,8 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
 from dspec.config import entry_point, instantiate
-from dspec.decoding.base import Decoder, decode, requests
+from dspec.decoding.generation import requests
+from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.progress import with_progress

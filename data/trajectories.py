@@ -29,10 +29,12 @@ from data.module import Conversations
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
-from dspec.decoding.base import State, decode, requests
+from dspec.decoding.generation import requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
+from dspec.decoding.state import State
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Trajectory, pack_trajectories, trajectory_batch
 from dspec.models.language_model import LanguageModel

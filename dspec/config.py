@@ -37,6 +37,20 @@ _WHOLE: dict[str, int | None] = {
     "max_new_tokens": 1,
     "evaluation.warmup": 0,
     "evaluation.generate_prompts": 0,
+    "accumulate_grad_batches": 1,
+    "num_anchors": 1,
+    "block_size": 1,
+    "num_layers": 1,
+    "row_length": 1,
+    "max_length": 1,
+    "folds": 1,
+    "bins": 1,
+    "num_drafts": 1,
+    "max_ngram": 1,
+    "blocks": 1,
+    "pool_size": 0,
+    "candidates": 0,
+    "refinement_passes": 0,
 }
 
 _NUMBERS = ("generate_floor", "top_p", "temperature", "lr", "warmup")  # shares among them
@@ -126,9 +140,14 @@ def _keys(base: str) -> set[str]:
     return found
 
 
+def known_keys(base: str) -> set[str]:
+    """Top-level keys that a config of conf/<base>.yaml may have."""
+    return _keys(base) - _KEYLESS
+
+
 def check_keys(cfg: DictConfig, *, base: str) -> None:
     """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
-    known = _keys(base) - _KEYLESS
+    known = known_keys(base)
     if unknown := sorted(set(map(str, cfg)) - known - {"hydra"}):
         raise UserError(
             f"unknown key {', '.join(unknown)}{_nearest(unknown[0], known)}; the config has: {', '.join(sorted(known))}"
@@ -143,8 +162,14 @@ def check_values(cfg: DictConfig) -> None:
         name = path.rpartition(".")[2]
         if isinstance(value, str) and "${" in value:
             continue  # what it refers to is looked at where it stands
+        if path.startswith("search."):
+            continue  # lists of them
+        if value == "???" and "." in path:
+            raise UserError(f"{path} is not set: say {path}=<value>")
         if name in _WHOLE or path in _WHOLE:
             _check_whole(path, name, value)
+        elif path == "trainer.max_steps" and (type(value) is not int or value == 0 or value < -1):
+            raise UserError(f"{path}={value} must be a whole number of at least 1 (-1: as trainer.max_epochs says)")
         elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{path}={value} must be a number")
         elif name == "top_p" and not 0 < value <= 1:
@@ -200,15 +225,34 @@ def composed(base: str, overrides: Sequence[str]) -> DictConfig:
 
 def _check(cfg: DictConfig, *, base: str) -> None:
     """Raises UserError for a key or a value that cannot be right."""
-    check_config(dict(_leaves(OmegaConf.to_container(cfg, resolve=False))))
+    config: Any = OmegaConf.to_container(cfg, resolve=False)
+    check_config(dict(_leaves(config)))
     check_keys(cfg, base=base)
     check_values(cfg)
-    _check_decoders(OmegaConf.to_container(cfg, resolve=False))
+    _check_method(config.get("method"))
+    _check_decoders(config, base=base)
 
 
-def _check_decoders(config: Any) -> None:
-    """Raises UserError for a decoder whose settings are those of another one that is not there."""
+def _check_method(method: Any) -> None:
+    """Raises UserError for parts of Jacobi Forcing that were given to another method."""
+    if not isinstance(method, dict) or str(method.get("_target_")).endswith(".JacobiForcing"):
+        return
+    if odd := [part for part in ("teacher", "tuning", "schedule") if part in method]:
+        raise UserError(f"method/{odd[0]} belongs to Jacobi Forcing: say recipe=jacobi_forcing or recipe=cllm")
+
+
+def _check_decoders(config: Any, *, base: str) -> None:
+    """Raises UserError for decoders that lack a drafter, the decoder they are measured against, or the one whose
+    settings they take."""
     decoders = config.get("decoder") or {}
+    if base == "train" and decoders and "autoregressive" not in decoders:
+        names = ",".join(decoders)
+        raise UserError(f"speeds are measured against plain AR: say decoder=[autoregressive,{names}]")
+    drafting = [n for n, node in decoders.items() if str(node.get("_target_")).endswith(".speculative")]
+    source = {"train": "draft", "eval": "checkpoint"}.get(base)  # eval.speed leaves such decoders out
+    if source and drafting and config.get(source) is None:
+        mend = "say checkpoint=<run folder>" if source == "checkpoint" else "say recipe=dspark or recipe=dflash"
+        raise UserError(f"decoder={drafting[0]} needs a drafter: {mend}, or take another decoder")
     for path, value in _leaves(decoders):
         follows = re.fullmatch(r"\$\{decoder\.(\w+)\.\w+\}", str(value))
         if follows and follows[1] not in decoders:
@@ -240,7 +284,9 @@ def instantiate_decoders(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Its message without line breaks, and without the folders that Hydra has searched for a choice."""
+    text = str(error).partition("Config search path:")[0].replace("\n\t", ", ").replace(":,", ":")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines and error.__cause__ is not None:  # Hydra wraps some errors in an empty one
         return _one_line(error.__cause__)
     return " ".join(lines) or type(error).__name__
@@ -334,7 +380,9 @@ def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config:
     try:
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            node = OmegaConf.select(compose(config, overrides=rest), path) if path else dict.fromkeys(_keys(config))
+            node = (
+                OmegaConf.select(compose(config, overrides=rest), path) if path else dict.fromkeys(known_keys(config))
+            )
     except (HydraException, OmegaConfBaseException):
         return None
     known = [str(key) for key in node] if isinstance(node, DictConfig | dict) else []

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Generator, Tensor, nn
 
@@ -49,6 +49,9 @@ class Method(nn.Module, ABC):
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
         neither on the rows beside it nor on the number of ranks that share them."""
+
+    def begin(self, data: Any) -> None:
+        """Called once before the first step, with the data module, whose rows are there by now."""
 
     def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What follows from the metrics' values (sum / count over all ranks), by name, to be logged beside them."""

@@ -55,7 +55,6 @@ _TARGETS = {
     "eval.report.": "eval.reports.report.",
     "eval.speed.SpeedReport": "eval.speed.settings.SpeedSettings",
     "eval.search.Search": "eval.search.settings.SearchSettings",
-    "eval.evaluate.Contender": "eval.decoders.DecoderSpec",
     "eval.evaluate.DecoderSpec": "eval.decoders.DecoderSpec",
 }
 
@@ -72,6 +71,8 @@ def check_arguments(args: Sequence[str]) -> None:
                 f"{arg}: {match[1]} needs one of its choices; leave it out for what runs have (--help lists all)"
             )
         key = bare.partition("=")[0]
+        if key in ("page", "real"):
+            raise UserError(f"{arg}: pages come with their recipe, say recipe=<name>")
         _check_key(key)
         if key.startswith("benchmark.problems_unseen") and not any("tiny_unseen" in a for a in args):
             raise UserError(f"{key}: problems_unseen is a benchmark of its own now, say benchmark=[tiny,tiny_unseen]")
@@ -96,6 +97,11 @@ def gone_group(name: str) -> str | None:
 def check_config(leaves: Mapping[str, Any]) -> None:
     """Raises UserError for an old key or `_target_` in a config by dotted path, such as one's own YAML may have."""
     for path, value in leaves.items():
+        if value == "eval.evaluate.Contender":
+            raise UserError(
+                f"{path}={value} is gone: name a function of eval/decoders.py, such as eval.decoders.jacobi, with its "
+                "keys beside it, as the files in conf/decoder do"
+            )
         _check_key(path)
         if path.endswith("_target_") and isinstance(value, str) and (new := _renamed(value)) != value:
             raise UserError(f"{path}={value} is now {new}")
@@ -117,9 +123,20 @@ def _renamed(target: str) -> str:
     return target
 
 
-def renamed(node: Any) -> Any:
-    """A config that a run stored, with today's `_target_`s."""
-    if isinstance(node, dict):
-        return {key: _renamed(value) if key == "_target_" and isinstance(value, str) else renamed(value)
-                for key, value in node.items()}  # fmt: skip
-    return [renamed(value) for value in node] if isinstance(node, list) else node
+def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that a run stored, with today's `_target_`s and keys; its decoders are left as they are, since an
+    evaluation brings its own."""
+    found: dict[str, Any] = _with_targets_of_today(config)
+    tuning = (found.get("method") or {}).get("tuning")
+    if isinstance(tuning, dict) and "share" in tuning:
+        tuning["interpolation"] = tuning.pop("share")
+    return found
+
+
+def _with_targets_of_today(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {
+            key: _renamed(value) if key == "_target_" and isinstance(value, str) else _with_targets_of_today(value)
+            for key, value in node.items()
+        }
+    return [_with_targets_of_today(value) for value in node] if isinstance(node, list) else node

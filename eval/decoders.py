@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from dspec.decoding import factory
-from dspec.decoding.base import Decoder
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.loop import Decoder
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from eval.results import AR, AR_OF_BASE

@@ -13,7 +13,8 @@ import torch
 
 from data.chat import PromptPolicy, prompt_ids
 from dspec.atomic import write_json
-from dspec.decoding.base import Decoder, Generation, decode, requests
+from dspec.decoding.generation import Generation, requests
+from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError

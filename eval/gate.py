@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import decode, requests
+from dspec.decoding.generation import requests
+from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
 from dspec.models.language_model import LanguageModel
 from eval.intervals import median_interval

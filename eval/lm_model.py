@@ -15,8 +15,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
 from dspec.config import composed, instantiate_decoders
-from dspec.decoding import base as decoding
-from dspec.decoding.base import Generation
+from dspec.decoding.generation import Generation
+from dspec.decoding.generation import requests as as_requests
+from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
@@ -134,7 +135,7 @@ class DspecLM(TemplateLM):
         prompts = [self.tok_encode(r.args[0]) for r in requests]
         if longest := max((n for p in prompts if (n := len(p)) > room), default=0):
             log.warning("a prompt of %d tokens is cut on the left to %d: the context is full", longest, room)
-        asked = decoding.requests(
+        asked = as_requests(
             [p[-room:] for p in prompts],
             seeds=seeds,
             sampling=self._sampling(wanted),
@@ -142,7 +143,7 @@ class DspecLM(TemplateLM):
             stop_ids=self.target.stop_ids,
             should_stop=strings,
         )
-        generations = decoding.decode(self._decoder, asked)
+        generations = decode(self._decoder, asked)
         for request, generation in zip(requests, generations, strict=True):
             self._generations[request.task_name].append(generation)
         return [strings.cut(self.tokenizer.decode(g.tokens, skip_special_tokens=True)) for g in generations]

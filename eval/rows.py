@@ -7,7 +7,7 @@ Intervals are 95 %: Wilson's for shares, percentile bootstrap over prompts for t
 import statistics
 from collections.abc import Mapping, Sequence
 
-from dspec.decoding.base import Generation
+from dspec.decoding.generation import Generation
 from eval.intervals import Statistic, bootstrap, wilson
 from eval.results import Row, pool
 from eval.samples import Sample

@@ -16,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dspec.decoding.base import Generation, Pass
+from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
 from eval.results import flat
 

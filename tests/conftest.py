@@ -24,12 +24,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from dspec.calibration.sts import Calibration
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Decoder, Generation, PerRow, Request, Row, State, decode, requests
+from dspec.decoding.generation import Generation, Request, requests
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.proposers import Proposal
 from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft, build_draft

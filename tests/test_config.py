@@ -78,6 +78,55 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
     assert not Path("/no/such/run").exists()  # what is not there is not made
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            ["recipe=dspark", "data=jsonl", "benchmark=tiny"],
+            ["data.source.path is not set: say data.source.path="],
+        ),
+        (["recipe=dspark", "target=hf"], ["target.path is not set"]),
+        (["recipe=dspark", "trainer.max_steps=abc"], ["trainer.max_steps=abc must be a whole number"]),
+        (["recipe=dspark", "trainer.max_steps=-3"], ["trainer.max_steps=-3 must be a whole number"]),
+        (["recipe=dspark", "method.num_anchors=0.5"], ["method.num_anchors=0.5 must be a whole number"]),
+        (["recipe=dspark", "method/teacher=ema"], ["method/teacher", "recipe=jacobi_forcing"]),
+        (["recipe=jacobi_forcing", "decoder=[autoregressive,speculative]"], ["needs a drafter", "recipe=dspark"]),
+        (["recipe=dspark", "draft=null", "decoder=[autoregressive,refined_once]"], ["refined_once needs a drafter"]),
+        (["recipe=dspark", "decoder=speculative"], ["say decoder=[autoregressive,speculative]"]),
+        (["recipe=dspark", "page=dflash"], ["page=dflash", "recipe=<name>"]),
+        (["recipe=dspark", "real=dflash_gsm8k"], ["say recipe=<name>"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else None,
+)
+def test_a_mistake_in_the_config_needs_no_model(
+    failing: Failing, args: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspec.train._task", None)
+    monkeypatch.setattr("dspec.models.language_model.load_language_model", None)
+    line = failing(*args)
+    for word in words:
+        assert word in line
+
+
+def test_a_mistyped_choice_shows_the_choices_alone(failing: Failing) -> None:
+    line = failing("recipe=dspark", "target=tinny")
+    assert "tiny_fresh" in line
+    assert "search path" not in line
+
+
+def test_a_mistyped_key_shows_no_inner_groups(failing: Failing) -> None:
+    line = failing("recipe=dspark", "qqq=1")
+    assert "seed" in line
+    assert not {"page", "real", "recipe", "hydra"} & set(line.replace(",", " ").split())
+
+
+@pytest.mark.parametrize("args", [["hardware=gpu"], ["target.device=cuda"]])
+def test_a_gpu_that_is_not_there(failing: Failing, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    assert "torch sees no CUDA GPU here" in failing("recipe=dspark", *args)
+
+
 def test_mistyped_key_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
     folder = tmp_path / "own" / "recipe"
     folder.mkdir(parents=True)

@@ -20,7 +20,7 @@ from data.chat import PromptPolicy, prompt_ids
 from data.embedded.corpus import corpus
 from data.prompts import EmbeddedPrompts
 from dspec.config import composed, instantiate
-from dspec.decoding.base import Generation
+from dspec.decoding.generation import Generation
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
 from dspec.models.checkpoint import from_pretrained

@@ -67,9 +67,9 @@ def test_all_rooms_are_read() -> None:
         ("import data.chat", "dspec"),
         ("from eval import run", "dspec.models"),
         ("from eval.reports.report import x", "data.embedded"),
-        ("from dspec.decoding.base import Generation", "dspec.methods"),
+        ("from dspec.decoding.generation import Generation", "dspec.methods"),
         ("from dspec.methods import dflash", "dspec.decoding"),
-        ("from dspec.decoding import base", "dspec.models"),
+        ("from dspec.decoding import loop", "dspec.models"),
         ("from dspec import models", "dspec.attention"),
         ("from ..methods import dflash", "dspec.decoding"),
         ("def f():\n    from dspec.methods import dflash", "dspec.serving"),
@@ -92,7 +92,7 @@ def test_each_rule_bites(source: str, where: str) -> None:
         ("from dspec.models.language_model import LanguageModel\nfrom dspec.losses import x", "dspec.methods"),
         ("from dspec.methods.dflash import DFlash", "dspec.methods"),
         ("from datasets import load_dataset\nimport evaluate", "dspec"),
-        ("from dspec.decoding.base import Decoder\nfrom dspec.methods import dflash", "dspec"),
+        ("from dspec.decoding.loop import Decoder\nfrom dspec.methods import dflash", "dspec"),
     ],
 )
 def test_what_is_allowed(source: str, where: str) -> None:

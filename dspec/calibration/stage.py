@@ -21,7 +21,8 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.decoding.base import Generation, decode, requests
+from dspec.decoding.generation import Generation, requests
+from dspec.decoding.loop import decode
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative

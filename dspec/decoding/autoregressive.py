@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.base import Pass, Request, State, check_requests, next_tokens, prefill
+from dspec.decoding.generation import Pass, Request
+from dspec.decoding.loop import check_requests, next_tokens, prefill
 from dspec.decoding.sampling import Sampling
+from dspec.decoding.state import State
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 

@@ -5,9 +5,9 @@ import warnings
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Decoder
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll

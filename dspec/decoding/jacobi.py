@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from dspec.attention import masks
-from dspec.decoding.base import PerRow, Request, State, check_requests, prefill
+from dspec.decoding.generation import Request
 from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
+from dspec.decoding.loop import check_requests, prefill
 from dspec.decoding.sampling import Sampling, SamplingBatch, draw, row_chunks
+from dspec.decoding.state import PerRow, State
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 

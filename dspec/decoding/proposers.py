@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dspec.attention import masks
-from dspec.decoding.base import PerRow
 from dspec.decoding.sampling import SamplingBatch, draw
+from dspec.decoding.state import PerRow
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft
@@ -35,7 +35,7 @@ class Proposal:
 class Proposer(Protocol):
     """Proposes drafts after each row's anchor, and is told the target's features of verified positions.
 
-    What it remembers of the rows in flight, its `memory`, is a RowState (base.py) that the caller keeps.
+    What it remembers of the rows in flight, its `memory`, is a RowState (state.py) that the caller keeps.
     """
 
     num_drafts: int

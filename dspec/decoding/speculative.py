@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspec.decoding.base import Pass, Request, State, check_requests, prefill
+from dspec.decoding.generation import Pass, Request
+from dspec.decoding.loop import check_requests, prefill
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks, verify_greedy, verify_sampled
+from dspec.decoding.state import State
 from dspec.decoding.verification import VerificationPolicy
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel

@@ -10,6 +10,7 @@ V = vocabulary.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -90,6 +91,10 @@ class DrafterMethod(Method):
         self.ce_weight, self.tv_weight, self.confidence_weight = ce_weight, tv_weight, confidence_weight
         taps = draft.config.target_layer_ids
         self._cache = OutputCache(target, taps=taps, max_mb=feature_cache_mb) if feature_cache_mb else None
+
+    def begin(self, data: Any) -> None:
+        if self._cache is not None:
+            self._cache.expect(data.rows)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generators=generators)

@@ -282,6 +282,7 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
         raise UserError(f"target.dtype={dtype} is unknown; say one of {', '.join(DTYPES)}")
     if dtype == "bfloat16" and torch.device(device).type == "cpu":
         check_bfloat16()
+    place = local_device(device)
     folder = Path(path).expanduser()
     restore(folder)
     if folder.is_dir():
@@ -292,11 +293,16 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
-    return LanguageModel(model.to(local_device(device)), tokenizer, name=name, mask_token_id=mask_token_id)
+    return LanguageModel(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
 
 
 def local_device(device: str) -> str:
-    """`device`, or where several processes share a machine this process's own GPU in the place of "cuda"."""
+    """`device`, or where several processes share a machine this process's own GPU in the place of "cuda".
+
+    Raises UserError for a GPU where there is none.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"target.device={device}: torch sees no CUDA GPU here; say target.device=cpu")
     rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     return f"cuda:{rank}" if device == "cuda" else device
 

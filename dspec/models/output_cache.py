@@ -1,12 +1,12 @@
 """What a frozen model gives for rows that come back every epoch, kept in memory instead of computed again.
 
-Each row is computed alone, so that what is kept is a function of the row, whatever batch it came in: a run that is
-resumed with an empty cache goes on bit by bit as an unbroken one.
+Rows are computed in groups of like lengths that hang on the data alone, not on the batches in which they come: a run
+that is resumed with an empty cache goes on bit by bit as an unbroken one.
 
 Legend: B = rows, L = positions (n of one row), D = model width, F = feature width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,38 +15,60 @@ from torch.nn.utils.rnn import pad_sequence
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, ModelOutput
 
+_GROUP = 2048  # positions computed together: more are no faster, fewer leave a CPU idle
+
+Row = tuple[int, ...]
+
 
 class OutputCache:
-    """The outputs of `model` under causal attention, up to a number of bytes; rows beyond are computed each time."""
+    """The outputs of `model` under causal attention: those of expected rows are kept, up to a number of bytes; all
+    others are computed each time, each row alone."""
 
     def __init__(self, model: LanguageModel, *, taps: Sequence[int], max_mb: float) -> None:
         """At most `max_mb` MiB are kept, on the model's device; 0 keeps nothing. Raises UserError for less."""
         if max_mb < 0:
             raise UserError(f"method.feature_cache_mb={max_mb} must be at least 0 (0: features are computed each time)")
         self._model, self._taps = model, tuple(taps)
-        self._left = int(max_mb * 2**20)
-        self._kept: dict[tuple[int, ...], ModelOutput] = {}
+        self._room = int(max_mb * 2**20 / (model.dtype.itemsize * model.hidden_size * (1 + len(self._taps))))
+        self._group: dict[Row, list[Row]] = {}  # with whom an expected row is computed
+        self._kept: dict[Row, ModelOutput] = {}
+
+    def expect(self, rows: Iterable[Sequence[int]]) -> None:
+        """Rows that will come back; the shortest of them are kept, as many as there is room for."""
+        room, group = self._room, list[Row]()
+        for row in sorted({tuple(row) for row in rows}, key=lambda row: (len(row), row)):
+            if (room := room - len(row)) < 0:
+                break
+            if (len(group) + 1) * len(row) > _GROUP:
+                group = []
+            group.append(row)
+            self._group[row] = group
 
     @torch.no_grad()
     def __call__(self, ids_BL: Tensor, length_B: Sequence[int]) -> ModelOutput:
         """Hidden states and features of the first length_B[b] positions of each row; zeros behind them."""
         outputs = [self._row(row[:n]) for row, n in zip(ids_BL, length_B, strict=True)]
-        behind = ids_BL.shape[1] - max(length_B)
+        missing = ids_BL.shape[1] - max(length_B)
 
         def padded(parts: Sequence[Tensor]) -> Tensor:
-            return torch.nn.functional.pad(pad_sequence(list(parts), batch_first=True), (0, 0, 0, behind))
+            return torch.nn.functional.pad(pad_sequence(list(parts), batch_first=True), (0, 0, 0, missing))
 
         return ModelOutput(padded([o.hidden_BLD for o in outputs]), padded([o.features_BLF for o in outputs]))
 
     def _row(self, ids_n: Tensor) -> ModelOutput:
         """[n, D] and [n, F] of one row."""
-        key = tuple(ids_n.tolist())
-        if (kept := self._kept.get(key)) is not None:
-            return kept
-        output = self._model(ids_n[None], taps=self._taps)
-        found = ModelOutput(output.hidden_BLD[0], output.features_BLF[0])
-        size = sum(part.numel() * part.element_size() for part in (found.hidden_BLD, found.features_BLF))
-        if size <= self._left:
-            self._left -= size
-            self._kept[key] = found
-        return found
+        row = tuple(ids_n.tolist())
+        if row not in self._kept:
+            if row not in self._group:
+                return self._computed([row], ids_n.device)[0]
+            group = self._group[row]
+            self._kept |= zip(group, self._computed(group, ids_n.device), strict=True)
+        return self._kept[row]
+
+    def _computed(self, rows: Sequence[Row], device: torch.device) -> list[ModelOutput]:
+        ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
+        output = self._model(ids_BL, taps=self._taps)
+        return [
+            ModelOutput(output.hidden_BLD[b, : len(row)], output.features_BLF[b, : len(row)])
+            for b, row in enumerate(rows)
+        ]

@@ -12,6 +12,15 @@ from dspec.method import Method
 from dspec.models.language_model import check_bfloat16
 
 
+def check_accelerator(name: str) -> None:
+    """Raises UserError for a GPU where there is none, before any model is loaded."""
+    if name in ("cuda", "gpu") and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.accelerator={name}: torch sees no CUDA GPU here; leave hardware=gpu out, or say "
+            "trainer.accelerator=cpu"
+        )
+
+
 def check_trainer(trainer: L.Trainer, method: Method) -> None:
     """Raises UserError for a strategy or precision under which this method would not learn or not be saved."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):

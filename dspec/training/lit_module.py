@@ -50,6 +50,10 @@ class LitModule(L.LightningModule):
         seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 
+    def on_fit_start(self) -> None:
+        if (data := self.trainer.datamodule) is not None:  # type: ignore[attr-defined]
+            self.method.begin(data)
+
     def _pooled(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
             return value.detach()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
+from dspec.old_names import renamed
 
 
 def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
@@ -14,6 +15,11 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
         raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run")
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(portable(config, run_dir)))
     old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
+    if old.keys() != new.keys() and renamed(before) != before:
+        raise UserError(
+            f"{run_dir} was begun by an earlier version of dspec, whose settings had other names: finish it with that "
+            "version, or evaluate what it has exported with python -m eval.run checkpoint=<folder>"
+        )
     if odd := sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k)):
         raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")
 

@@ -33,7 +33,7 @@ from dspec.models.language_model import LanguageModel
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
-from dspec.training.checks import check_trainer
+from dspec.training.checks import check_accelerator, check_trainer
 from dspec.training.history import History
 from dspec.training.lit_module import LitModule
 from dspec.training.models import Models
@@ -82,6 +82,7 @@ class Job:
 
 def prepare(cfg: DictConfig) -> Job:
     """Makes all parts and checks them against each other. Raises UserError for what would fail later."""
+    check_accelerator(cfg.trainer.accelerator)
     hydra = HydraConfig.get().runtime
     run_dir = Path(hydra.output_dir)
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]

@@ -4,7 +4,7 @@
 
 All are pooled over a run's benchmarks. Differences of tau, tpf and speedup are paired by seed (Student's t over seeds;
 one seed gives no interval), those of quality by prompt (the mean over the seeds in common, Student's t over prompts).
-Runs of one method with one seed are told apart by the settings in which they differ.
+Runs of one method with one seed are told apart by the settings in which they differ, or by their folders.
 """
 
 import argparse
@@ -21,7 +21,14 @@ from dspec.errors import UserError
 from eval.intervals import student
 from eval.results import AR, AR_OF_BASE, UNTRUSTED, flat, load, load_verdicts, pool_rows
 
-_UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label")  # top-level keys that make no other method
+# what makes no other method: parts of the config (a row says its decoder and benchmark itself) and single keys
+_UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
+_UNLIKE_KEYS = (
+    "data.cache_dir",
+    "trainer.log_every_n_steps",
+    *(f"evaluation.{key}" for key in ("warmup", "generate_prompts", "generate_floor")),
+)
+_NAMED = 4  # settings that a name holds at most: runs that differ in more are named by their folders
 METRICS = ("tau", "tpf", "speedup")
 
 Prompt = tuple[str, str]  # benchmark, id
@@ -97,21 +104,31 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
         shared = all(_shared(row, runs[i][1]) for i in having for row in rows[i])
         kinds = {(seed, *(_basis(row, runs[i][1]) for row in rows[i])) for i, seed in zip(having, seeds, strict=True)}
         same = shared and len(kinds) == len(set(seeds))
-        differing = {} if same or len(set(seeds)) == len(seeds) else _differing([runs[i][1] for i in having])
+        if same or len(set(seeds)) == len(seeds):
+            differing: dict[str, tuple[str, ...]] = {}
+        else:
+            differing = _differing([(runs[i][1]["run"]["config"], rows[i][0]["decoder"]) for i in having])
+        if len(differing) > _NAMED:
+            differing = {"run": tuple(runs[i][0].resolve().name for i in having)}
         for at, i in enumerate(having):
             names[i][method] = " ".join([method, *(f"{key}={values[at]}" for key, values in differing.items())])
     return names
 
 
-def _differing(results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Settings in which runs differ, seeds aside; of those that differ alike, the one of the shortest name."""
-    configs = [flat({k: v for k, v in r["run"]["config"].items() if k not in _UNLIKE}) for r in results]
-    paths = sorted({path for config in configs for path in config}, key=lambda path: (len(path), path))
+def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:
+    """Settings in which runs (config, decoder of the row) differ, seeds aside; of those that differ alike, the one of
+    the shortest name."""
+    settings = []
+    for config, decoder in runs:
+        parts = flat({key: value for key, value in config.items() if key not in _UNLIKE} | {"decoder": decoder})
+        settings.append({path: value for path, value in parts.items() if path not in _UNLIKE_KEYS})
+    paths = sorted({path for parts in settings for path in parts}, key=lambda path: (len(path), path))
     found: dict[tuple[str, ...], str] = {}
     for path in paths:
-        values = tuple(str(config.get(path)).rpartition(".")[2] if path.endswith("_target_") else str(config.get(path))
-                       for config in configs)  # fmt: skip
-        if len(set(values)) > 1 and path.rpartition(".")[2] != "seed":
+        values = tuple(str(parts.get(path)) for parts in settings)
+        if path.endswith("_target_"):
+            values = tuple(value.rpartition(".")[2] for value in values)
+        if len(set(values)) > 1 and path.rpartition(".")[2] not in ("seed", "temperature"):
             found.setdefault(values, path.removesuffix("._target_"))
     return {path: values for values, path in found.items()}
 

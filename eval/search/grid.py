@@ -17,9 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Decoder, Generation, Request, decode
+from dspec.decoding.generation import Generation, Request
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.base import Decoder, Generation, decode, requests
+from dspec.decoding.generation import Generation, requests
+from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch
 from dspec.errors import UserError

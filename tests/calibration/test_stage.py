@@ -13,7 +13,7 @@ import torch
 
 from dspec.calibration.stage import CalibrateSTS, gather
 from dspec.calibration.sts import fit_sts, temperature_grid
-from dspec.decoding.base import Generation, Pass, Request
+from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import VerifyAll

@@ -10,7 +10,7 @@ import torch
 
 from dspec.calibration import stage as calibrate
 from dspec.calibration.stage import CalibrateSTS
-from dspec.decoding.base import Generation, Pass, Request
+from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from data.regenerate import Response, read_responses, regenerate
-from dspec.decoding.base import Generation, Request, Row, State
+from dspec.decoding.generation import Generation, Request
 from dspec.decoding.sampling import GREEDY, Streams
+from dspec.decoding.state import Row, State
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.seeding import prompt_seed

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dspec.decoding.base import Generation, Request, Row, State
+from dspec.decoding.generation import Generation, Request
 from dspec.decoding.sampling import Sampling, Streams, draw
+from dspec.decoding.state import Row, State
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dspec.decoding.base import Generation, State
+from dspec.decoding.generation import Generation
 from dspec.decoding.jacobi import BLOCKS
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.sampling import Sampling
+from dspec.decoding.state import State
 from dspec.errors import UserError
 
 WARM = Sampling(temperature=0.8, top_p=0.9)

@@ -11,12 +11,14 @@ import torch
 
 from dspec.calibration.sts import Calibration
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Request, State, decode, requests
+from dspec.decoding.generation import Generation, Request, requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.loop import decode
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer, Proposal
 from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.state import State
 from dspec.decoding.verification import ConfidenceThreshold, VerifyAll
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache

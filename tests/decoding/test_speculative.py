@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from dspec.calibration.sts import Calibration
-from dspec.decoding import base
+from dspec.decoding import loop
 from dspec.decoding import speculative as decoding
-from dspec.decoding.base import Generation, PerRow
 from dspec.decoding.factory import speculative
+from dspec.decoding.generation import Generation
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer, Proposal
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.state import PerRow
 from dspec.decoding.verification import ConfidenceThreshold
 from dspec.errors import UserError
 
@@ -367,7 +368,7 @@ def test_no_uniform_is_used_twice(toys: SimpleNamespace, monkeypatch: pytest.Mon
     """Drafting, accepting and the draw behind a rejection each take uniforms of their own, round after round."""
     target = toys.target(seed=3, vocab=8, scale=0.4)
     proposer, used = DraftProposer(toys.draft(target, head=head, scale=0.4)), []
-    propose, verify, first = proposer.propose, decoding.verify_sampled, base.draw
+    propose, verify, first = proposer.propose, decoding.verify_sampled, loop.draw
 
     def watched_propose(*args: Any, **options: Any) -> Proposal:
         used.append(("draft", options["uniform_BJ"]))
@@ -383,7 +384,7 @@ def test_no_uniform_is_used_twice(toys: SimpleNamespace, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(proposer, "propose", watched_propose)
     monkeypatch.setattr(decoding, "verify_sampled", watched_verify)
-    monkeypatch.setattr(base, "draw", watched_first)
+    monkeypatch.setattr(loop, "draw", watched_first)
     decoder = toys.speculative(target=target, proposer=proposer, sampling=WARM)
     decoder.decode([[1, 2], [3]], max_new_tokens=12, stop_ids=(), seeds=[0, 1])
     assert {who for who, _ in used} == {"prefill", "draft", "accept", "behind"}

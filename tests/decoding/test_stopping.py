@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from dspec.decoding.base import Generation, Request, Row
+from dspec.decoding.generation import Generation, Request
 from dspec.decoding.sampling import GREEDY
+from dspec.decoding.state import Row
 from dspec.decoding.stopping import StopStrings
 from dspec.models.language_model import embedded_target
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dspec.decoding import speculative
-from dspec.decoding.base import State
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling
+from dspec.decoding.state import State
 
 
 @pytest.mark.parametrize("lookup", [False, True])

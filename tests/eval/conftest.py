@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Pass, Request, Row, State
+from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.sampling import Streams
+from dspec.decoding.state import Row, State
 from dspec.models.cache import PositionCache
 from dspec.models.language_model import LanguageModel
 from eval.run import main

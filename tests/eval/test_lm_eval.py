@@ -13,8 +13,8 @@ import pytest
 
 from dspec.config import composed, instantiate
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Row, State
 from dspec.decoding.speculative import Speculative
+from dspec.decoding.state import Row, State
 from eval import lm_eval as command
 from eval.sandbox.sandbox import available_layers
 

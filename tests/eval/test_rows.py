@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dspec.decoding.base import Generation, Pass
+from dspec.decoding.generation import Generation, Pass
 from eval.intervals import bootstrap, wilson
 from eval.results import pool
 from eval.rows import acceptance, batch_speedups, counts, median_over_prompts, row

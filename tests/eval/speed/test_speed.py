@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.base import Generation, Pass, Request, State
+from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import GREEDY
+from dspec.decoding.state import State
 from dspec.errors import UserError
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft

@@ -1,0 +1,119 @@
+"""The one loop of all decoders.
+
+A decoder is a stepper: `start` runs the prompts' forward pass, each `step` one forward pass of the big model for all
+requests in flight. Between steps requests may join and leave.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from dspec.decoding.generation import Generation, Pass, Request
+from dspec.decoding.sampling import Sampling, Streams, draw
+from dspec.decoding.state import Row, State
+from dspec.errors import UserError
+from dspec.models.language_model import LanguageModel
+from dspec.spans import span
+
+
+class Decoder(Protocol):
+    """Decodes any batch of requests, each as if it were alone."""
+
+    lossless: bool  # its output follows the distribution of plain AR of the same model (greedy: its tokens)
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises UserError for a request that cannot be decoded, by its number."""
+        ...
+
+    def start(self, requests: Sequence[Request]) -> Any:
+        """The State after the prompts' forward pass, which commits each request's first token; checks them first."""
+        ...
+
+    def step(self, state: Any) -> None:
+        """One forward pass of the big model for all rows; rows that are done ride along."""
+        ...
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        """What stands in the results beside the decoder's name, for requests with this sampling."""
+        ...
+
+
+@torch.inference_mode()
+def decode(
+    decoder: Decoder,
+    requests: Sequence[Request],
+    *,
+    in_flight: int | None = None,
+    observe: Callable[[State], None] | None = None,
+) -> list[Generation]:
+    """The generations of `requests`, in their order. At most `in_flight` are decoded at a time (None: all), others
+    join as rows become free. `observe` sees the state before each step.
+
+    Raises UserError for no requests, one that the decoder cannot take (before any is decoded), or in_flight < 1.
+    """
+    if not requests:
+        raise UserError("no prompts to decode: give at least one")
+    room = len(requests) if in_flight is None else in_flight
+    if room < 1:
+        raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
+    if room < len(requests):
+        decoder.check(requests)  # those that wait, too, before any is decoded
+    state: State = decoder.start(requests[:room])
+    generations, waiting = [row.generation for row in state.rows], list(requests[room:])
+    while True:
+        state.drop_finished(at_once=bool(waiting))
+        if waiting and (free := room - len(state.rows)) > 0:
+            joined: State = decoder.start(waiting[:free])
+            del waiting[:free]
+            generations += [row.generation for row in joined.rows]
+            if state.rows:
+                state.join(joined)
+            else:
+                state = joined
+            continue
+        if not state.rows:
+            return generations
+        if observe is not None:
+            observe(state)
+        decoder.step(state)
+
+
+def check_requests(model: LanguageModel, requests: Sequence[Request]) -> None:
+    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1."""
+    for i, request in enumerate(requests):
+        if request.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={request.max_new_tokens}: at least one token must be asked for")
+        if not request.ids:
+            raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
+        model.check_length(len(request.ids), request.max_new_tokens)
+
+
+def prefill(
+    model: LanguageModel, requests: Sequence[Request], *, taps: Sequence[int] = ()
+) -> tuple[State, torch.Tensor]:
+    """One pass over right-padded prompts that commits each row's first token; the state, and the features [B, L, F]."""
+    lengths = torch.tensor([len(r.ids) for r in requests])
+    ids = torch.zeros(len(requests), int(lengths.max()), dtype=torch.long)
+    for row, request in zip(ids, requests, strict=True):
+        row[: len(request.ids)] = torch.tensor(request.ids)
+    state = State(
+        rows=[Row(request, list(request.ids), Generation()) for request in requests],
+        cache=model.new_cache(),
+        streams=Streams([r.seed for r in requests], model.device),
+    )
+    with span("prefill"):
+        output = model(ids.to(model.device), cache=state.cache, taps=taps)
+        last = output.hidden_BLD[torch.arange(len(requests)), lengths - 1]
+        first = next_tokens(model.logits(last), state)
+    for row, token in zip(state.rows, first, strict=True):
+        row.generation.passes.append(Pass("prefill", row.commit([token]), positions=ids.shape[1]))
+    return state, output.features_BLF
+
+
+def next_tokens(logits_BV: torch.Tensor, state: State) -> list[int]:
+    """Each row's next token, drawn as its request says."""
+    samplings = state.samplings
+    if samplings.greedy:
+        return logits_BV.argmax(-1).tolist()
+    return draw(samplings.probs(logits_BV), state.streams.take(1)[:, 0]).tolist()
