@@ -71,6 +71,30 @@ def branches(start_B: Tensor, branch_BQ: Tensor) -> Predicate:
     return predicate
 
 
+def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
+    """Two streams of an any-subset model in one pass (arXiv 2504.20456, eq. 6; XLNet, arXiv 1906.08237).
+
+    Places are the order of generation, whatever the positions: the prompt first, then one token after the other. Query
+    q of row b computes place start[b] + q and sees the places before limit[b, q], and its own. The limit of a prompt
+    token is the prompt's end (prompt tokens see each other), that of a later token its own place; a position query,
+    which holds no content, asks for the distribution of a token given the places before its limit: those before that
+    token's place (joint density) or before all tokens that are drafted together (parallel draft). Nobody sees a
+    position query but itself.
+
+    prompt c0 c1, tokens t2 t3, position queries   c0  1 1 . . . .      draft:  q2  1 1 1 .
+    q2 q3 for the same two, start=0:               c1  1 1 . . . .              q3  1 1 . 1
+                                                   t2  1 1 1 . . .
+                                                   t3  1 1 1 1 . .
+                                                   q2  1 1 . . 1 .
+                                                   q3  1 1 1 . . 1
+    """
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < limit_BQ[b, q]) | (kv == start_B[b] + q)
+
+    return predicate
+
+
 def document_causal(document_BL: Tensor) -> Predicate:
     """Causal within each packed document: rows hold several documents that do not see each other."""
 
