@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from dspec.decoding import factory
+from dspec.decoding.any_subset import AnySubsetConfig
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
 from dspec.errors import UserError
@@ -19,6 +20,7 @@ from eval.results import AR, AR_OF_BASE
 
 Base = Callable[[], LanguageModel]
 Build = Callable[..., Decoder]
+_ANY_SUBSET = "any_subset"  # the serial decoder of texts that are filled in at chosen positions: AR cannot do that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,28 @@ def jacobi(
     return _spec(label, weights, base, partial(factory.jacobi, config=config))
 
 
-def _spec(label: str, weights: str, base: Base, build: Build) -> DecoderSpec:
-    """Raises UserError for `weights` that are neither."""
+def any_subset(*, label: str, weights: str, base: Base) -> DecoderSpec:
+    """An any-subset model's tokens at chosen positions, one per pass; the drafter is not used."""
+    config = AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0)
+    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=_ANY_SUBSET)
+
+
+def assd(
+    *, label: str, weights: str, base: Base, num_drafts: int, draft: str, bonus: bool, tolerance: float
+) -> DecoderSpec:
+    """Any-Subset Speculative Decoding: the same tokens, several per pass; the drafter is not used."""
+    config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
+    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=_ANY_SUBSET)
+
+
+def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = AR) -> DecoderSpec:
+    """Refers to the decoder `serial` of the same weights. Raises UserError for `weights` that are neither."""
     if weights not in ("trained", "base"):
         raise UserError(f"{label}: weights={weights} must be trained (the target after training) or base (before it)")
     if weights == "trained":
-        return DecoderSpec(label=label, build=build)
-    return DecoderSpec(label=label, build=partial(on_base, base=base, build=build), baseline=AR_OF_BASE)
+        return DecoderSpec(label=label, build=build, baseline=serial)
+    own = partial(on_base, base=base, build=build)
+    return DecoderSpec(label=label, build=own, baseline=AR_OF_BASE if serial == AR else f"base_{serial}")
 
 
 def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:

@@ -4,6 +4,7 @@ import warnings
 
 import torch
 
+from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
@@ -58,3 +59,8 @@ def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int
 def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) -> Decoder:
     """The target's own tokens, several a pass; the drafter is not used."""
     return Jacobi(target=target, config=config)
+
+
+def any_subset(*, target: LanguageModel, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
+    """The tokens at chosen positions, one a pass or several; the drafter is not used."""
+    return AnySubset(target=target, config=config)

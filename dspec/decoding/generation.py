@@ -24,7 +24,7 @@ class Request:
     stop_ids: Sequence[int]
     seed: int
     should_stop: ShouldStop | None = None
-    positions: Sequence[int] | None = None  # of `ids` and then of the tokens to generate, in that order; None: 0, 1, ...
+    positions: Sequence[int] | None = None  # of `ids`, then of the tokens to generate; None: 0, 1, ...
 
     def end(self, tokens: Sequence[int], known: int) -> int | None:
         """Length of the shortest beginning of the answer `tokens`, longer than `known`, that ends it."""

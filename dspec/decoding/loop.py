@@ -79,13 +79,19 @@ def decode(
         decoder.step(state)
 
 
-def check_requests(model: LanguageModel, requests: Sequence[Request]) -> None:
-    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1."""
+def check_requests(model: LanguageModel, requests: Sequence[Request], *, any_order: bool = False) -> None:
+    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1; unless the
+    decoder writes in `any_order`, for a request with positions, too."""
     for i, request in enumerate(requests):
         if request.max_new_tokens < 1:
             raise UserError(f"max_new_tokens={request.max_new_tokens}: at least one token must be asked for")
         if not request.ids:
             raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
+        if request.positions is not None and not any_order:
+            raise UserError(
+                f"request {i} names the positions of its tokens, but this decoder writes from left to right: "
+                "take decoder=any_subset or assd"
+            )
         model.check_length(len(request.ids), request.max_new_tokens)
 
 

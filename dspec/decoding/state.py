@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from dspec.decoding.generation import Generation, Pass, Request
+from dspec.decoding.generation import Generation, Kind, Pass, Request
 from dspec.decoding.sampling import SamplingBatch, Streams
 from dspec.models.cache import PositionCache
 
@@ -35,9 +35,16 @@ class Row:
         return len(answer) - known
 
     def commit_round(
-        self, drafts: Sequence[int], accepted: int, bonus_token: int, *, confidence: tuple[float, ...] = (), **cost: int
+        self,
+        drafts: Sequence[int],
+        accepted: int,
+        bonus_token: int | None,
+        *,
+        kind: Kind = "verify",
+        confidence: tuple[float, ...] = (),
+        **cost: int,
     ) -> None:
-        """Commits a round's accepted drafts and the token behind them, and records what its slots showed.
+        """Commits a round's accepted drafts and the token behind them, if any, and records what its slots showed.
 
         Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
         length limit do not count. `cost` are the pass's `positions` and `branches`.
@@ -45,9 +52,10 @@ class Row:
         known = len(self.generation.tokens)
         answer = [*self.generation.tokens, *drafts[: self.request.max_new_tokens - known]]
         valid = (self.request.end(answer, known) or len(answer)) - known
-        committed = self.commit([*drafts[:accepted], bonus_token])
+        behind = [] if bonus_token is None else [bonus_token]
+        committed = self.commit([*drafts[:accepted], *behind])
         counts = {"drafted": len(drafts), "accepted": min(accepted, valid), "valid": valid}
-        self.generation.passes.append(Pass("verify", committed, confidence=confidence, **counts, **cost))
+        self.generation.passes.append(Pass(kind, committed, confidence=confidence, **counts, **cost))
 
 
 class RowState(Protocol):

@@ -66,6 +66,28 @@ def test_flat_keys_reach_the_decoder(toys: SimpleNamespace) -> None:
     }  # fmt: skip
 
 
+def test_any_subset_decoders_refer_to_the_sequential_one(toys: SimpleNamespace) -> None:
+    """Plain AR cannot fill in; and every key reaches the decoder."""
+    said = ["num_drafts=3", "bonus=true", "tolerance=0.1"]
+    names = "decoder=[any_subset,assd,assd_ngram]"
+    specs = instantiate_decoders(composed("eval", ["target=tiny", names, *(f"decoder.assd.{key}" for key in said)]))
+    built = {name: spec.build(target=toys.target(), draft=None) for name, spec in specs.items()}
+    own = {
+        name: {k: v for k, v in d.settings(GREEDY).items() if k not in GREEDY.to_dict()} for name, d in built.items()
+    }
+    assert own == {
+        "any_subset": {"num_drafts": 1, "draft": "self", "bonus": False, "tolerance": 0.0},
+        "assd": {"num_drafts": 3, "draft": "self", "bonus": True, "tolerance": 0.1},
+        "assd_ngram": {"num_drafts": 5, "draft": "ngram", "bonus": False, "tolerance": 0.0},
+    }
+    assert {name: d.lossless for name, d in built.items()} == {"any_subset": True, "assd": False, "assd_ngram": True}
+    assert {spec.baseline for spec in specs.values()} == {"any_subset"}
+    base = instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.weights=base"]))
+    assert base["assd"].baseline == "base_any_subset"
+    with pytest.raises(UserError, match="draft=self"):
+        instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.draft=bigram"]))
+
+
 @pytest.mark.parametrize("name", [*FILES, *variants(VARIANTS)])
 def test_every_name_is_a_choice_with_numbers_of_its_own(name: str, toys: SimpleNamespace) -> None:
     line = variants(VARIANTS).get(name, {"decoder": name})
@@ -100,6 +122,7 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "jacobi_single": "L, Jacobi", "jacobi_recycling": "L, recycling", "jacobi_multiblock": "L, K=2",
     "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
     "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
+    "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
 }  # fmt: skip
 
 
