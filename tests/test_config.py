@@ -220,6 +220,7 @@ def test_an_old_spelling_names_the_new_one(failing: Failing, args: list[str], wo
         assert word in line
 
 
+@pytest.mark.slow
 def test_old_names_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
     folder = tmp_path / "own" / "recipe"
     folder.mkdir(parents=True)
