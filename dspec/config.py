@@ -245,7 +245,8 @@ def _check_decoders(config: Any, *, base: str) -> None:
     """Raises UserError for decoders that lack a drafter, the decoder they are measured against, or the one whose
     settings they take."""
     decoders = config.get("decoder") or {}
-    if base == "train" and decoders and "autoregressive" not in decoders:
+    infilling = all(str(node.get("_target_")).endswith((".any_subset", ".assd")) for node in decoders.values())
+    if base == "train" and not infilling and "autoregressive" not in decoders:
         names = ",".join(decoders)
         raise UserError(f"speeds are measured against plain AR: say decoder=[autoregressive,{names}]")
     drafting = [n for n, node in decoders.items() if str(node.get("_target_")).endswith(".speculative")]

@@ -20,19 +20,21 @@ from eval.results import AR, AR_OF_BASE
 
 Base = Callable[[], LanguageModel]
 Build = Callable[..., Decoder]
-_ANY_SUBSET = "any_subset"  # the serial decoder of texts that are filled in at chosen positions: AR cannot do that
+ANY_SUBSET = "any_subset"  # the serial decoder of texts that are filled in at chosen positions: AR cannot do that
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A line of the table: its label, and `build(target=, draft=)` for its decoder.
 
-    `baseline` names the decoder of the same weights at one token per pass: mismatches and speedup refer to it.
+    `infills` says whether it fills holes at any positions; all others write from left to right. `baseline` names the
+    decoder of the same weights at one token per pass: mismatches and speedup refer to it.
     """
 
     label: str
     build: Build
     baseline: str = AR
+    infills: bool = False
 
 
 def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
@@ -78,7 +80,7 @@ def jacobi(
 def any_subset(*, label: str, weights: str, base: Base) -> DecoderSpec:
     """An any-subset model's tokens at chosen positions, one per pass; the drafter is not used."""
     config = AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0)
-    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=_ANY_SUBSET)
+    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=ANY_SUBSET)
 
 
 def assd(
@@ -86,7 +88,7 @@ def assd(
 ) -> DecoderSpec:
     """Any-Subset Speculative Decoding: the same tokens, several per pass; the drafter is not used."""
     config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
-    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=_ANY_SUBSET)
+    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=ANY_SUBSET)
 
 
 def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = AR) -> DecoderSpec:
@@ -94,9 +96,11 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = A
     if weights not in ("trained", "base"):
         raise UserError(f"{label}: weights={weights} must be trained (the target after training) or base (before it)")
     if weights == "trained":
-        return DecoderSpec(label=label, build=build, baseline=serial)
+        return DecoderSpec(label=label, build=build, baseline=serial, infills=serial == ANY_SUBSET)
     own = partial(on_base, base=base, build=build)
-    return DecoderSpec(label=label, build=own, baseline=AR_OF_BASE if serial == AR else f"base_{serial}")
+    if serial == AR:
+        return DecoderSpec(label=label, build=own, baseline=AR_OF_BASE)
+    return DecoderSpec(label=label, build=own, baseline=f"base_{serial}", infills=True)
 
 
 def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:

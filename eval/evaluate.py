@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from data.chat import PromptPolicy, prompt_ids
+from data.chat import PromptPolicy
 from dspec.atomic import write_json
-from dspec.decoding.generation import Generation, requests
+from dspec.decoding.generation import Generation
 from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
@@ -23,15 +23,16 @@ from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
-from eval.decoders import DecoderSpec
+from eval.decoders import ANY_SUBSET, DecoderSpec
 from eval.gate import against_generate, timed
 from eval.progress import Meter
+from eval.prompts import Prompt, encode
 from eval.reports.table import line
 from eval.results import AR, AR_OF_BASE, Row, assemble, kept_ar_check
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
 
-Prompts = list[tuple[Item, list[int]]]
+Prompts = list[tuple[Item, Prompt]]
 Check = dict[str, Any]
 T = TypeVar("T")
 Grown = Callable[[list[Row], Check], None]
@@ -75,20 +76,22 @@ class Evaluation:
     ) -> dict[str, Prompts]:
         """Items and their prompt ids, by benchmark. Raises UserError without plain AR or another serial decoder that
         speedups refer to, for a benchmark without prompts, and for a prompt that does not fit the context."""
-        if AR not in specs:
-            raise UserError(f"decoder must contain {AR}: speeds are measured against it")
         if lacking := sorted({c.baseline for c in specs.values()} - specs.keys()):
             raise UserError(f"decoder must contain {', '.join(lacking)}, which others in it are measured against")
         encoded = {
-            name: [(item, encode(target, benchmark, item, policy)) for item in benchmark.items()[: self.limit]]
+            name: [
+                (item, encode(target.tokenizer, benchmark, item, policy)) for item in benchmark.items()[: self.limit]
+            ]
             for name, benchmark in benchmarks.items()
         }
         if not all(encoded.values()) or not encoded:
             raise UserError("a benchmark has no prompts: set its count to at least 1")
         for name, prompts in encoded.items():
-            for item, ids in prompts:
+            if (reference := _reference(prompts)) not in specs:
+                raise UserError(f"decoder must contain {reference}: speeds on {name} are measured against it")
+            for item, prompt in prompts:
                 try:
-                    target.check_length(len(ids), benchmarks[name].max_new_tokens)
+                    target.check_length(len(prompt.ids), prompt.max_new_tokens)
                 except UserError as error:
                     raise UserError(f"{item.id}: {error} (benchmark.{name}.max_new_tokens=...)") from error
         return encoded
@@ -162,7 +165,7 @@ class Evaluation:
             decoders = {key: c.build(target=target, draft=draft) for key, c in specs.items()}
             with SampleLog(samples, written) as log:
                 for name, prompts in encoded.items():
-                    log.check_prompts(name, [(item.id, ids) for item, ids in prompts])
+                    log.check_prompts(name, [(item.id, prompt.key) for item, prompt in prompts])
                 accepted()
                 rows: list[Row] = []
                 if log.samples and kept_check is not None:
@@ -171,14 +174,17 @@ class Evaluation:
                     check = self._gate(target, benchmarks, encoded, stop_ids, meter)
                 if not log.samples:
                     grown(rows, check)
-                total = sum(map(len, encoded.values())) * len(self.samplings) * len(specs)
+                able = {name: _able(specs, prompts) for name, prompts in encoded.items()}
+                total = sum(len(prompts) * len(able[name]) for name, prompts in encoded.items()) * len(self.samplings)
                 meter.expect(total, done=len(log.samples))
                 for name, benchmark in benchmarks.items():
                     for sampling in self.samplings:
+                        running = {key: decoders[key] for key in able[name]}
                         fresh = self._run(
-                            target, name, benchmark, decoders, sampling, encoded[name], stop_ids, log, meter
+                            target, name, benchmark, running, sampling, encoded[name], stop_ids, log, meter
                         )
-                        done = self._rows(target, name, benchmark, specs, decoders, sampling, log)
+                        reference = AR_OF_BASE if AR_OF_BASE in running else _reference(encoded[name])
+                        done = self._rows(target, name, benchmark, specs, running, reference, sampling, log)
                         rows += done
                         if fresh:
                             for one in done:
@@ -194,16 +200,17 @@ class Evaluation:
         stop_ids: Sequence[int],
         meter: Meter,
     ) -> Check:
-        name = next(iter(benchmarks))
-        if self.generate_prompts:
+        written = [name for name, prompts in encoded.items() if _reference(prompts) == AR]
+        name, most = (written[0], self.generate_prompts) if written else (next(iter(benchmarks)), 0)
+        if most:
             meter.phase("comparing AR with transformers' generate")
         return against_generate(
             target,
-            [ids for _, ids in encoded[name]],
+            [prompt.ids for _, prompt in encoded[name]],
             batch_size=self.batch_size,
             max_new_tokens=benchmarks[name].max_new_tokens,
             stop_ids=stop_ids,
-            most=self.generate_prompts,
+            most=most,
             floor=self.generate_floor,
             tick=lambda: meter.advance(0),
         )
@@ -224,15 +231,16 @@ class Evaluation:
         strings, temperature = StopStrings(target.tokenizer, benchmark.stop), sampling.temperature
 
         def answer(decoder: Decoder, batch: Prompts) -> list[Generation]:
-            asked = requests(
-                [ids for _, ids in batch],
-                seeds=[prompt_seed(self.seed, item.id) for item, _ in batch],
-                sampling=sampling,
-                max_new_tokens=benchmark.max_new_tokens,
-                stop_ids=stop_ids,
-                should_stop=strings if benchmark.stop else None,
+            stop = strings if benchmark.stop else None
+            return decode(
+                decoder,
+                [
+                    prompt.request(
+                        sampling=sampling, seed=prompt_seed(self.seed, item.id), stop_ids=stop_ids, stop=stop
+                    )
+                    for item, prompt in batch
+                ],
             )
-            return decode(decoder, asked)
 
         before = log.select(name, temperature)
         answered, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
@@ -251,8 +259,9 @@ class Evaluation:
             for key in rotated(list(decoders), number):
                 generations, seconds = timed(target, lambda d=decoders[key], b=batch: answer(d, b))  # type: ignore[misc]
                 samples[key] = []
-                for (item, ids), generation in zip(batch, generations, strict=True):
-                    text = strings.cut(target.tokenizer.decode(generation.tokens, skip_special_tokens=True))
+                for (item, prompt), generation in zip(batch, generations, strict=True):
+                    ids = prompt.response(generation.tokens)
+                    text = strings.cut(target.tokenizer.decode(ids, skip_special_tokens=True))
                     samples[key].append(
                         Sample(
                             benchmark=name,
@@ -260,7 +269,7 @@ class Evaluation:
                             decoder=key,
                             batch=number,
                             id=item.id,
-                            prompt_sha256=digest(ids),
+                            prompt_sha256=digest(prompt.key),
                             text=text,
                             verdicts=benchmark.score(item, text),
                             generation=generation,
@@ -278,6 +287,7 @@ class Evaluation:
         benchmark: Benchmark,
         specs: Mapping[str, DecoderSpec],
         decoders: Mapping[str, Decoder],
+        reference: str,
         sampling: Sampling,
         log: SampleLog,
     ) -> list[Row]:
@@ -295,7 +305,7 @@ class Evaluation:
                 **row(
                     answered,
                     by_decoder[specs[key].baseline],
-                    by_decoder[AR_OF_BASE if AR_OF_BASE in specs else AR],
+                    by_decoder[reference],
                     quality=benchmark.quality,
                     greedy=sampling.greedy,
                     seed=self.seed,
@@ -311,14 +321,17 @@ def _data(benchmark: Benchmark) -> dict[str, Any]:
     return {key: source.get(key) for key in ("sha256", "prompt")}
 
 
+def _reference(prompts: Prompts) -> str:
+    """The decoder that speeds on these prompts refer to: AR cannot fill holes."""
+    return AR if prompts[0][1].positions is None else ANY_SUBSET
+
+
+def _able(specs: Mapping[str, DecoderSpec], prompts: Prompts) -> list[str]:
+    """Decoders that can answer these prompts: any-subset ones write from left to right, too."""
+    return [key for key, spec in specs.items() if spec.infills or _reference(prompts) == AR]
+
+
 def rotated(order: Sequence[T], by: int) -> list[T]:
     """Each in turn goes first: what one pays for following another evens out."""
     at = by % len(order)
     return [*order[at:], *order[:at]]
-
-
-def encode(target: LanguageModel, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> list[int]:
-    """Prompt ids: the user turn of a chat, or raw text to go on from."""
-    if benchmark.chat:
-        return prompt_ids(target.tokenizer, item.prompt, policy)
-    return list(target.tokenizer(item.prompt)["input_ids"])

@@ -17,6 +17,8 @@ T = TypeVar("T")
 class Item:
     id: str
     prompt: str  # text of the user turn (chat), or raw text to complete
+    response: str | None = None  # infilling: the reference, of which some tokens are hidden; None: all is to be written
+    hidden: float = 0.0  # the share of its tokens that are
 
 
 class Benchmark(Protocol):

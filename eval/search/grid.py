@@ -29,10 +29,11 @@ from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark, Item
-from eval.evaluate import encode, rotated
+from eval.evaluate import rotated
 from eval.gate import timed
 from eval.load import load_model
 from eval.progress import Meter
+from eval.prompts import encode
 from eval.search.roofline import Roofline, measure_roofline, pass_cost
 from eval.search.settings import SearchSettings
 from eval.search.tables import Point, plot, show, verdict
@@ -136,7 +137,7 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
     torch.set_num_threads(torch.get_num_threads())
     loaded = load_model(cfg)
     prompts = [
-        (benchmark, item, encode(loaded.target, benchmark, item, loaded.policy))
+        (benchmark, item, encode(loaded.target.tokenizer, benchmark, item, loaded.policy).ids)
         for benchmark in benchmarks.values()
         for item in benchmark.items()[: cfg.limit]
     ]

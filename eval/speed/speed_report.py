@@ -71,7 +71,7 @@ class SpeedReport:
         for key, spec in done.specs.items():
             profile = round_profile(
                 spec.build(target=target, draft=done.loaded.draft),
-                [ids for _, ids in prompts],
+                [prompt.ids for _, prompt in prompts],
                 sampling=sampling,
                 device=target.device,
                 batch_size=done.evaluation.batch_size,
