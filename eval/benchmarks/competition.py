@@ -4,9 +4,9 @@ Prompt: zero-shot, the user turn is the problem and a request for `\\boxed`. Wit
 layout is that of lm-eval's minerva_math ("Problem:", "Solution:"), with worked examples from the MATH train set: those
 with the smallest digest of their text (so that file and Hub yield the same ones), without drawings, and never the
 problem that train and test share. Verdicts: "equivalent" asks math-verify about the last `\\boxed` of the answer,
-"exact match" compares the two as text without white space, "undecided" means that math-verify timed out, which counts
-as not equivalent. MATH-500 is a subset of the MATH test set: Math can leave it out, so that running both counts no
-problem twice.
+"exact match" compares the two as text without white space, "undecided" means that math-verify did not finish, which
+counts as not equivalent. MATH-500 is a subset of the MATH test set: Math can leave it out, so that running both counts
+no problem twice.
 """
 
 import hashlib

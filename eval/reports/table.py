@@ -108,7 +108,7 @@ def legend(rows: Sequence[Row]) -> str:
         lines.append("x base: the same over AR of the base that was trained.")
     lines.append("diff: greedy answers that differ from AR's.")
     if any(map(_undecided, rows)):
-        lines.append("undecided: the judge timed out (the most of any row); counted as wrong.")
+        lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
     return "\n".join(lines)
 
 
