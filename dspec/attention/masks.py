@@ -159,7 +159,7 @@ def build(
 ) -> Mask:
     """The predicate in the form that attention takes: a flex BlockMask if `flex`, else a tensor.
 
-    `added` is the dtype of an additive mask (SDPA would otherwise recompute one in every layer); None gives a boolean
+    `added` is the dtype of an additive mask (SDPA would otherwise recompute one in every layer); None returns a boolean
     one (under autocast the scores' dtype is not known here).
     """
     if flex:

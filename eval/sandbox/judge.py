@@ -143,14 +143,14 @@ def function_under_test(reference: str, test: str) -> str | None:
 
 
 def _read_verdict(fd: int, deadline: float) -> dict[str, Any]:
-    said = bytearray()
-    while not said.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
+    received = bytearray()
+    while not received.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
         if select.select([fd], [], [], left)[0]:
             part = os.read(fd, 1 << 20)
             if not part:
                 break
-            said += part
-    return dict(json.loads(said)) if said.endswith(b"\n") else {}
+            received += part
+    return dict(json.loads(received)) if received.endswith(b"\n") else {}
 
 
 def _why(worker: Outcome, checker: Outcome) -> str:

@@ -116,16 +116,16 @@ class Remote:
 
 def main(payload: dict[str, Any]) -> None:
     peer = Peer(payload["ask"], payload["answer"])
-    said: dict[str, Any] = {"passed": payload["nonce"]}
+    verdict: dict[str, Any] = {"passed": payload["nonce"]}
     try:
         peer.hello()
-        said |= _MODES[payload["mode"]](peer, payload)
+        verdict |= _MODES[payload["mode"]](peer, payload)
     except BaseException as error:  # also SystemExit of a test, and Broken
-        said = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        verdict = {"failed": f"{type(error).__name__}: {error}"[:500]}
     if peer.broken:  # even if the test swallowed it
-        said = {"failed": peer.broken, "gone": peer.gone}
+        verdict = {"failed": peer.broken, "gone": peer.gone}
     with os.fdopen(payload["verdict"], "w", encoding="ascii") as verdict:
-        verdict.write(json.dumps(said) + "\n")
+        verdict.write(json.dumps(verdict) + "\n")
     os._exit(0)
 
 
