@@ -64,6 +64,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["recipe=dspark", "data.source.calibration={problems: 3, functions: 0}"], ["3 calibration prompts"]),
         (["recipe=dspark", "evaluation.temperatures=[0.0,0.0]"], ["has a duplicate temperature"]),
         (["recipe=dspark", "evaluation.generate_floor=abc"], ["generate_floor=abc must be a number"]),
+        (["recipe=dspark", "evaluation.top_p=0"], ["evaluation.top_p=0 must be above 0"]),
+        (["recipe=dspark", "evaluation.top_p=1.5"], ["at most 1"]),
         (["recipe=dspark", "seed=-1"], ["seed=-1 must be an integer of at least 0"]),
         (["recipe=dspark", "seed=8589934592"], ["below 2**32"]),
         (["recipe=dspark", "trainer.devices=2", "trainer.strategy=ddp_spawn"], ["use trainer.strategy=ddp"]),
@@ -220,6 +222,7 @@ def test_an_old_spelling_names_the_new_one(failing: Failing, args: list[str], wo
         assert word in line
 
 
+@pytest.mark.slow
 def test_old_names_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> None:
     folder = tmp_path / "own" / "recipe"
     folder.mkdir(parents=True)

@@ -82,6 +82,7 @@ def _trainer(**settings: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
 
 
+@pytest.mark.slow
 def test_precisions_that_cannot_work_are_refused() -> None:
     one, two = _Mixed(torch.float32), _Mixed(torch.float32, torch.bfloat16)
     check_trainer(_trainer(precision="32-true"), _Mixed(torch.bfloat16))  # all of it is trained, in float32
@@ -131,6 +132,7 @@ def test_what_teachers_and_interpolation_keep_of_a_bfloat16_target_is_float32(
 def test_each_process_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert [local_device(name) for name in ("cpu", "cuda", "cuda:3")] == ["cpu", "cuda:0", "cuda:3"]
     monkeypatch.setenv("SLURM_LOCALID", "2")
     assert local_device("cuda") == "cuda:2"

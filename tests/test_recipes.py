@@ -110,6 +110,7 @@ FORCING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "precision"), [("gsm8k", "bf16-mixed"), ("jsonl", "32-true")])
 @pytest.mark.parametrize(
     ("recipe", "own"), [("dspark", DRAFTER), ("dflash", DRAFTER), ("jacobi_forcing", FORCING), ("cllm", FORCING)]
@@ -133,6 +134,7 @@ def test_a_recipe_of_ones_own_has_the_last_word(tmp_path: Path) -> None:
     assert (cfg.method.schedule._target_.rpartition(".")[2], cfg.method.schedule.window) == ("Reverse", 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])
 def test_hardware_goes_before_page_and_data(hardware: str) -> None:
     wanted = {"cpu": ("cpu", "32-true"), "gpu": ("cuda", "bf16-mixed")}[hardware]
@@ -141,6 +143,7 @@ def test_hardware_goes_before_page_and_data(hardware: str) -> None:
         assert (trainer.accelerator, trainer.precision) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["schedule", "teacher", "tuning"])
 def test_parts_of_jacobi_forcing_are_swapped_whole(group: str) -> None:
     """None leaves a setting behind that its successor does not take; what the page says of tuning stays."""

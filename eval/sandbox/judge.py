@@ -79,18 +79,18 @@ class Judge:
     ) -> list[Any]:
         """The outputs of a reference solution on `inputs`: the `expected` of `agrees`. Raises UserError if it fails."""
         job = {"mode": "answer", "entry_point": entry_point, "dataset": dataset}
-        verdict, said = self._judge(program, job | {"inputs": pack(list(map(list, inputs)), _refuse)})
+        verdict, answer = self._judge(program, job | {"inputs": pack(list(map(list, inputs)), _refuse)})
         if not verdict.passed:
             raise UserError(f"the reference solution {entry_point} gives no answers: {verdict.reason}")
-        return list(unpack(said["answers"], _refuse))
+        return list(unpack(answer["answers"], _refuse))
 
     def _judge(self, program: str, job: dict[str, Any]) -> tuple[Verdict, dict[str, Any]]:
         nonce = secrets.token_hex(16)
-        said, *ends = self._both(program, {**job, "nonce": nonce})
-        if said.get("passed") == nonce:
-            return Verdict(True, "passed"), said
-        reason = _why(*ends) if said.get("gone", not said) else str(said.get("failed"))
-        return Verdict(False, reason), said
+        answer, *ends = self._both(program, {**job, "nonce": nonce})
+        if answer.get("passed") == nonce:
+            return Verdict(True, "passed"), answer
+        reason = _why(*ends) if answer.get("gone", not answer) else str(answer.get("failed"))
+        return Verdict(False, reason), answer
 
     def _both(self, program: str, job: dict[str, Any]) -> tuple[dict[str, Any], Outcome, Outcome]:
         """The checker's verdict (empty if none), and how worker and checker ended."""
@@ -104,11 +104,11 @@ class Judge:
                 start("checker", checker_job, fds=(*pipes.checkers(), pipes.verdict[1]), capture=False) as checker,
             ):
                 pipes.close_all_but_verdict()
-                said = _read_verdict(pipes.verdict[0], time.monotonic() + self._sandbox.wall_seconds + _GRACE_S)
+                answer = _read_verdict(pipes.verdict[0], time.monotonic() + self._sandbox.wall_seconds + _GRACE_S)
                 checker.stop()
                 decided = checker.wait()
                 worker.stop()
-                return said, worker.wait(), decided
+                return answer, worker.wait(), decided
         finally:
             pipes.close()
 

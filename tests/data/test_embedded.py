@@ -65,6 +65,7 @@ def test_a_fifth_of_the_problem_templates_is_only_in_the_test_split(splits: dict
     assert seen == {template.name for template in PROBLEMS} - UNSEEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -85,6 +85,7 @@ def test_finished_file_is_only_read(tmp_path: Path) -> None:
     assert [r.id for r in first] == [name for name, _ in PROMPTS]
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_share_the_file(tmp_path: Path) -> None:
     """The second waits for the first and generates nothing twice."""
     path = tmp_path / "r.jsonl"

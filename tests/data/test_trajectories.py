@@ -376,6 +376,7 @@ def test_statistics_of_the_embedded_base(target: LanguageModel, tmp_path: Path) 
     assert Sampling(temperature=settings["regeneration"]["temperature"], top_p=1.0).greedy
 
 
+@pytest.mark.slow
 def test_settings_name_the_dtype_that_the_target_came_in(tmp_path: Path) -> None:
     """A method trains in float32: what is collected then, or ahead by data.collect, must have one key."""
     target = embedded_target(dtype="bfloat16", device="cpu")

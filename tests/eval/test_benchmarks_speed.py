@@ -22,6 +22,7 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_both_forms_compute_the_same(name: str) -> None:
     pair = SMALL[name][0](torch.float32)

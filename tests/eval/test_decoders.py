@@ -66,11 +66,12 @@ def test_flat_keys_reach_the_decoder(toys: SimpleNamespace) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FILES, *variants(VARIANTS)])
 def test_every_name_is_a_choice_with_numbers_of_its_own(name: str, toys: SimpleNamespace) -> None:
     line = variants(VARIANTS).get(name, {"decoder": name})
     beside = [line["decoder"]] if line.get("weights") == "base" else []
-    cfg = composed("eval", ["target=tiny", f"decoder=[{','.join([name, *beside])}]", "label=mine"])
+    cfg = composed("eval", ["target=tiny", "checkpoint=a", f"decoder=[{','.join([name, *beside])}]", "label=mine"])
     node = cfg.decoder[name]
     assert not any(isinstance(value, dict) for value in node.values())
     assert {key: node[key] for key in line if key not in ("decoder", "label")} == {
@@ -104,7 +105,7 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
 
 
 def test_labels_are_those_of_older_results() -> None:
-    cfg = composed("eval", ["target=tiny", "label=L", f"decoder=[{','.join(LABELS)}]"])
+    cfg = composed("eval", ["target=tiny", "checkpoint=a", "label=L", f"decoder=[{','.join(LABELS)}]"])
     assert {str(name): node.label for name, node in cfg.decoder.items()} == LABELS
     assert LABELS.keys() == {*FILES, *variants(VARIANTS)}
 

@@ -127,6 +127,7 @@ def test_a_benchmark_without_quality_shows_none(target: LanguageModel, tmp_path:
     assert "–" in table(rows, trusted=True)
 
 
+@pytest.mark.slow
 def test_options_change_what_is_done(target: LanguageModel, tmp_path: Path) -> None:
     def tokens(name: str, echo: Echo | None = None, **change: Any) -> list[list[int]]:
         run(target, tmp_path / name, evaluation(0.0, **change), echo or Echo(PROMPTS))
@@ -159,6 +160,7 @@ def test_batches_give_what_single_prompts_give(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_stop_strings_cut_text_and_tokens_alike(target: LanguageModel, tmp_path: Path) -> None:
     run(target, tmp_path / "whole", evaluation(0.0, temperatures=[0.0]), Echo(PROMPTS, 40))
     whole = {(r["decoder"], r["id"]): r for r in written(tmp_path / "whole")[1:]}
@@ -194,6 +196,7 @@ def test_resuming_gives_the_unbroken_file(target: LanguageModel, tmp_path: Path,
         assert [row["tokens"] for row in rows] == [row["tokens"] for row in expected_rows]
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(target: LanguageModel, tmp_path: Path) -> None:
     """kill -9 at least ten times, each time after another while; what is resumed in the end is the unbroken file."""
     bench, path = evaluation(0.0, generate_prompts=1, warmup=0), tmp_path / "killed.jsonl"
@@ -274,6 +277,7 @@ def test_resuming_on_other_data_is_refused(target: LanguageModel, tmp_path: Path
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_limit_can_grow(target: LanguageModel, tmp_path: Path, batch_size: int) -> None:
     path, options = tmp_path / "a.jsonl", {"temperatures": [0.0], "generate_prompts": 0, "batch_size": batch_size}
@@ -286,6 +290,7 @@ def test_the_limit_can_grow(target: LanguageModel, tmp_path: Path, batch_size: i
     assert [row["tokens"] for row in whole] == [row["tokens"] for row in rows]
 
 
+@pytest.mark.slow
 def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Path) -> None:
     grown: list[int] = []
 
@@ -321,6 +326,7 @@ def test_each_decoder_goes_first_in_its_turn(
     assert [row["decoder"] for row in written(tmp_path / "a")[1:]] == ["autoregressive", "lookup"] * 3
 
 
+@pytest.mark.slow
 def test_each_spec_stands_against_the_serial_decoder_of_its_own_weights(tmp_path: Path) -> None:
     """A method that trains the target: the base beside it, each with its own mismatches, and two speedups."""
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))

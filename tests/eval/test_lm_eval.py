@@ -90,6 +90,7 @@ GSM8K = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chat", "flags"), [("false", []), ("true", ["--apply_chat_template", "--fewshot_as_multiturn", "false"])]
 )
@@ -151,6 +152,7 @@ def test_lm_evals_own_prompt_and_stops(shared: None) -> None:
     assert lm_eval_task("humaneval")["doc_to_text"] == "{{prompt}}"
 
 
+@pytest.mark.slow
 def test_counts_are_eval_runs(shared: None, lm_eval: Any, eval_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real decoder on the real model: the same tokens, and tpf, tau and nfe in lm-eval's results."""
     started: list[Row] = []
@@ -240,6 +242,7 @@ def test_chat_prompts_are_chat_and_raw_ones_raw(
     refused(monkeypatch, capsys, args, [f"dspec_{task}", *words])
 
 
+@pytest.mark.slow
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, shared: None) -> None:
     """A ValueError that is not about lm-eval's arguments is a fault of ours, not of the user's."""
 

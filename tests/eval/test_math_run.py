@@ -15,6 +15,7 @@ PAUSES = (1, 2, 20)  # before these verdicts
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared")
 def test_a_pause_between_verdicts_changes_none(
     eval_run: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

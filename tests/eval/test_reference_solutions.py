@@ -84,6 +84,7 @@ def _solution(row: dict[str, Any]) -> str:
     return row["canonical_solution"] if "canonical_solution" in row else f"{row['code']}\n[DONE]"
 
 
+@pytest.mark.slow
 @needs_landlock
 @needs_data
 @pytest.mark.parametrize(("name", "also"), [("humaneval", ["HumanEval/38"]), ("mbpp", ["126", "367"])])

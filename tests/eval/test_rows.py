@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from dspec.decoding.generation import Generation, Pass
 from eval.intervals import bootstrap, wilson
 from eval.results import pool
@@ -119,6 +121,7 @@ def test_wilson_by_hand() -> None:
     assert row(none, none, none, quality="right", greedy=True, seed=0)["interval_95"]["quality"][1] > 0.2
 
 
+@pytest.mark.slow
 def test_bootstrap_covers_the_mean_about_95_times_in_100() -> None:
     rng, covered = random.Random(1), 0
     for trial in range(200):

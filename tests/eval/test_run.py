@@ -92,6 +92,7 @@ def test_a_target_alone(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompt lookup" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_its_target_label_and_policy(run: Run, checkpoint: Path) -> None:
     found = results(run(f"checkpoint={checkpoint}", "decoder=speculative", "benchmark=tiny", *SMALL))
     assert {r["method"] for r in found.rows} == {"AR", "mine"}
@@ -113,6 +114,7 @@ def test_a_checkpoint_brings_its_target_label_and_policy(run: Run, checkpoint: P
 ONE = [*SMALL, "limit=1", "~benchmark.functions", "evaluation.generate_prompts=0"]
 
 
+@pytest.mark.slow
 def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> None:
     own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
     folder = run(f"checkpoint={trained}", own, "benchmark=tiny", *ONE)
@@ -129,6 +131,7 @@ def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> Non
 OLD_RUNS = Path(__file__).parent / "old_runs"  # config.json as runs at commit 9238894 wrote it
 
 
+@pytest.mark.slow
 def test_a_drafter_of_an_old_run_is_evaluated(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """Its config names modules and classes that have moved since."""
     shutil.copytree(checkpoint / "draft", tmp_path / "old" / "draft")
@@ -139,6 +142,7 @@ def test_a_drafter_of_an_old_run_is_evaluated(run: Run, checkpoint: Path, tmp_pa
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_target_of_an_old_run_is_evaluated(run: Run, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "target", tmp_path / "old" / "target")
     shutil.copy(OLD_RUNS / "jacobi_forcing.json", tmp_path / "old" / "config.json")
@@ -148,6 +152,7 @@ def test_a_target_of_an_old_run_is_evaluated(run: Run, trained: Path, tmp_path: 
     assert found.rows[2]["decoder"]["block_size"] == 8  # as it was trained
 
 
+@pytest.mark.slow
 def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path) -> None:
     size = "decoder.jacobi_single.block_size=3"
     more = [size, "+target.dtype=float64", "benchmark=tiny", *ONE]
@@ -156,6 +161,7 @@ def test_block_size_and_dtype_of_a_run_can_be_overridden(run: Run, trained: Path
     assert found.run["dtype"] == "float64"
 
 
+@pytest.mark.slow
 def test_a_folder_alone_resumes_and_its_limit_grows(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("target=tiny", "decoder=prompt_lookup", "benchmark=tiny", *ONE)
     before = (folder / "samples.jsonl").read_bytes()
@@ -171,6 +177,7 @@ def test_a_folder_alone_resumes_and_its_limit_grows(run: Run, capsys: pytest.Cap
     run(f"resume={folder}", "limit=2")  # what was refused left no trace
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_leaves(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """results.json has the benchmarks that were done and says that it is not complete."""
     with monkeypatch.context() as patch:
@@ -186,6 +193,7 @@ def test_what_a_killed_run_leaves(run: Run, monkeypatch: pytest.MonkeyPatch, tmp
     assert whole.run["complete"] is True
 
 
+@pytest.mark.slow
 def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("target=tiny", "benchmark=tiny", *SMALL)
     before = (folder / "samples.jsonl").read_bytes()
@@ -199,6 +207,7 @@ def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "another" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -254,6 +263,7 @@ def test_missing_data_names_the_path_that_was_tried(
     assert str(tmp_path / "data" / "gsm8k_test.jsonl") in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         run("--help")
@@ -266,6 +276,7 @@ def test_help_lists_what_an_evaluation_takes(run: Run, capsys: pytest.CaptureFix
     assert "generate_prompts" in choices  # what a key means
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["run", "speed.__main__", "search.__main__"])
 def test_a_mistake_needs_no_torch(tmp_path: Path, program: str) -> None:
     """What is refused before torch is imported is refused at once."""
@@ -297,6 +308,7 @@ for mistake in {mistakes}:
     assert len(done.stderr.splitlines()) == len(mistakes)
 
 
+@pytest.mark.slow
 def test_a_refused_command_leaves_the_folders_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("target=tiny", "benchmark=tiny", *ONE)
     with pytest.raises(SystemExit):
@@ -306,6 +318,7 @@ def test_a_refused_command_leaves_the_folders_own(run: Run, capsys: pytest.Captu
     assert results(folder).run["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_grown_limit_comes_along_when_the_run_is_resumed(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -322,6 +335,7 @@ def test_a_grown_limit_comes_along_when_the_run_is_resumed(
     assert {row["n"] for row in results(folder).rows} == {3}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_its_ar_loop_was_found_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ["target=tiny", "benchmark=tiny", *ONE, "evaluation.generate_prompts=1"]
     folder = run(*args)

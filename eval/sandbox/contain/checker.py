@@ -124,8 +124,8 @@ def main(payload: dict[str, Any]) -> None:
         verdict = {"failed": f"{type(error).__name__}: {error}"[:500]}
     if peer.broken:  # even if the test swallowed it
         verdict = {"failed": peer.broken, "gone": peer.gone}
-    with os.fdopen(payload["verdict"], "w", encoding="ascii") as verdict:
-        verdict.write(json.dumps(verdict) + "\n")
+    with os.fdopen(payload["verdict"], "w", encoding="ascii") as pipe:
+        pipe.write(json.dumps(verdict) + "\n")
     os._exit(0)
 
 

@@ -216,6 +216,7 @@ def test_missing_field_names_file_and_line(folder: Path, write: Write, judge: An
         HumanEval(judge=judge, chat=False, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_real_canonical_solutions_pass_and_broken_ones_fail(shared: Path, judge: Any) -> None:
     settings = SETTINGS | {"limit": 12, "seed": 1}
     for benchmark in (HumanEval(judge=judge, chat=False, **settings), Infilling(judge=judge, chat=False, **settings)):

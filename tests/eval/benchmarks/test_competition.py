@@ -98,6 +98,7 @@ def test_equivalence(same: equivalence.Equivalence, gold: str, answer: str, equa
     assert same(gold, answer) == equal
 
 
+@pytest.mark.slow
 def test_a_comparison_without_end_is_undecided(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Not equivalent then, and counted."""
     pytest.importorskip("math_verify")
@@ -114,6 +115,7 @@ def test_a_comparison_without_end_is_undecided(folder: Path, monkeypatch: pytest
     assert benchmark.score(item, "\\boxed{\\frac{2}{4}}") == right
 
 
+@pytest.mark.slow
 def test_an_expression_that_grows_without_end_is_wrong_in_time(same: equivalence.Equivalence) -> None:
     start = time.monotonic()
     short = equivalence.Equivalence(timeout_s=8.0)
@@ -186,6 +188,7 @@ def test_real_math(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differing < 25  # the field and the solution's box agree up to layout
 
 
+@pytest.mark.slow
 @needs_shared
 def test_agrees_with_math_verify_on_real_references(
     monkeypatch: pytest.MonkeyPatch, same: equivalence.Equivalence

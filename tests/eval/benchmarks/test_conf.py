@@ -20,6 +20,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_shipped_benchmark_builds(
     path: Path, shared: Path, judge: Any, tmp_path: Path, write: Callable[..., None]
@@ -71,6 +72,7 @@ def test_the_limit_is_what_was_said(
     assert [item.id for item in asked[:3]] == ["gsm8k/test/00000", "gsm8k/test/00001", "gsm8k/test/00002"]
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_as_many_as_the_limit_says(
     folder: Path, write: Callable[..., None], eval_run: Any, scripted: Any
 ) -> None:

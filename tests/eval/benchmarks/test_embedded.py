@@ -65,6 +65,7 @@ def test_problems_are_solved_by_the_last_answer(text: str, answer: str, right: b
     assert solves(text, answer) == right
 
 
+@pytest.mark.slow
 def test_every_function_template_passes_and_a_wrong_body_fails(judge: Judge) -> None:
     examples = {e.template: e for e in generate(task="functions", split="test", count=400, seed=0)}
     assert set(examples) == {template.name for template in TEMPLATES}
@@ -102,6 +103,7 @@ def test_a_body_off_the_whitelist_is_never_run(body: str, monkeypatch: pytest.Mo
     assert not passes(judge, PROMPT, body, TESTS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncontained")
 @pytest.mark.parametrize(
     "body",

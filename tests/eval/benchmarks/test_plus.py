@@ -56,6 +56,7 @@ MBPP = [
 ]
 
 
+@pytest.mark.slow
 def test_prompts_stops_and_source(folder: Path, write: Write, judge: Any) -> None:
     from evalplus.provider.utility import EOS
 
@@ -73,6 +74,7 @@ def test_prompts_stops_and_source(folder: Path, write: Write, judge: Any) -> Non
     json.dumps(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "base", "whole"),
     [
@@ -93,6 +95,7 @@ def test_base_and_plus(folder: Path, write: Write, judge: Any, answer: str, base
     assert benchmark.score(benchmark.items()[0], answer) == verdicts
 
 
+@pytest.mark.slow
 def test_chat_answers_are_whole_functions(folder: Path, write: Write, judge: Any) -> None:
     write(folder / "humanevalplus_v0.1.10.jsonl", ADD)
     benchmark = HumanEvalPlus(judge=judge, chat=True, **SETTINGS)
@@ -101,6 +104,7 @@ def test_chat_answers_are_whole_functions(folder: Path, write: Write, judge: Any
     assert not benchmark.score(item, "```python\ndef plus(x, y):\n    return x + y\n```")["base"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "body", "passed"), [(name, *case) for name, cases in ORACLES.items() for case in cases]
 )
@@ -127,6 +131,7 @@ def test_bad_data_and_missing_evalplus(folder: Path, write: Write, judge: Any, m
 HOSTILE = ["-", ".a", "1+", "()", "[0]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("part", HOSTILE)
 def test_a_text_that_breaks_sanitize_is_no_program_and_ends_no_run(
@@ -142,6 +147,7 @@ def test_a_text_that_breaks_sanitize_is_no_program_and_ends_no_run(
     assert benchmark.score(item, f"{ADD['prompt'] if chat else ''}    return x + y\n")["plus"]
 
 
+@pytest.mark.slow
 def test_sanitising_without_end_is_no_program(folder: Path, write: Write, judge: Any) -> None:
     """It parses every range of lines: 700 of them take more than a minute."""
     write(folder / "humanevalplus_v0.1.10.jsonl", ADD)
@@ -168,6 +174,7 @@ def _variants(prompt: str, solution: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_sanitising_is_evalplus_own(shared: Path, judge: Any) -> None:
     from evalplus.sanitize import sanitize
 
@@ -181,6 +188,7 @@ def test_sanitising_is_evalplus_own(shared: Path, judge: Any) -> None:
     assert count > 100
 
 
+@pytest.mark.slow
 def test_real_data_is_whole(shared: Path, judge: Any) -> None:
     human, basic = HumanEvalPlus(judge=judge, chat=False, **SETTINGS), MbppPlus(judge=judge, chat=False, **SETTINGS)
     assert (len(human.items()), len(basic.items())) == (164, 378)
@@ -223,6 +231,7 @@ def test_known_failures_are_named_and_still_so(shared: Path, judge: Any) -> None
     assert benchmark._passes(item, row["prompt"] + row["canonical_solution"], "plus_input")
 
 
+@pytest.mark.slow
 def test_what_needs_too_much_memory_is_not_run(shared: Path, judge: Any) -> None:
     benchmark = MbppPlus(judge=judge, chat=True, **SETTINGS)
     item = next(i for i in benchmark.items() if i.id == "Mbpp/255")

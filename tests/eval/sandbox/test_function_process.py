@@ -61,6 +61,7 @@ def test_values_and_exceptions_come_back_from_one_process(make: Make) -> None:
     assert pid(process) == first
 
 
+@pytest.mark.slow
 def test_an_alarm_is_over_with_its_question(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow model lets the process wait for longer than any question may take."""
     monkeypatch.setattr(function_process, "_SLACK_S", -29)  # an alarm after one second
@@ -70,6 +71,7 @@ def test_an_alarm_is_over_with_its_question(make: Make, monkeypatch: pytest.Monk
     assert pid(process) == first
 
 
+@pytest.mark.slow
 def test_an_alarm_ends_a_question_whose_host_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function_process, "_SLACK_S", -29)
     process = make(30.0)
@@ -90,6 +92,7 @@ def test_what_dies_of_a_question_is_asked_once_more(make: Make, tmp_path: Path) 
     assert process.ask("say").how == "answered"
 
 
+@pytest.mark.slow
 def test_what_hangs_is_killed_and_not_asked_again(make: Make) -> None:
     process = make(2.0)
     first = pid(process)

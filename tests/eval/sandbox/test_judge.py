@@ -132,6 +132,7 @@ def test_helpers_of_the_prompt_cannot_be_redefined() -> None:
     assert judge().passes(program=honest, test=test, entry_point="decode", trusted=prompt).passed
 
 
+@pytest.mark.slow
 @needs_landlock
 def test_reasons_say_what_happened() -> None:
     def why(program: str, wall_seconds: float = 20) -> str:

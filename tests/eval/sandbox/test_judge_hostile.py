@@ -168,6 +168,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.slow
 @needs_landlock
 @pytest.mark.parametrize("name", [*CHEATS, *ATTACKS])
 def test_hostile_programs_fail(name: str) -> None:

@@ -153,6 +153,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_end_at_a_limit(name: str, box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     program, sign = BOMBS[name]
@@ -213,6 +214,7 @@ def test_asyncio_and_allowed_threads_work() -> None:
         assert int(outcome.stdout.split()[-1]) < 10
 
 
+@pytest.mark.slow
 def test_a_thread_that_outlives_the_program_is_killed() -> None:
     program = "import threading, time\nthreading.Thread(target=lambda: time.sleep(1000)).start()\nprint('end')"
     outcome = make(processes=4, wall_seconds=1.5).run(program)

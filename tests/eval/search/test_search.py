@@ -143,6 +143,7 @@ def test_verdict_near_the_ridge_point() -> None:
     assert second.startswith("none is near the ridge point; the nearest: n=4 K=1 c=4")
 
 
+@pytest.mark.slow
 def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["search.block_sizes=[8]", "search.candidates=[0,2]", "search.blocks=[1]", "search.stream_mb=4"]
     args = ["recipe=sweeps/jacobi_config", "target=tiny", "limit=1", "search.matrix=64", *small]

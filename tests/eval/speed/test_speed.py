@@ -272,6 +272,7 @@ def test_report_of_a_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ca
     assert "verify K tokens" in shown
 
 
+@pytest.mark.slow
 def test_report_without_a_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = call(monkeypatch, tmp_path, "target=tiny", "decoder=prompt_lookup")
     assert [line["method"] for line in found["speeds"]] == ["AR", "prompt lookup"]
@@ -279,6 +280,7 @@ def test_report_without_a_drafter(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "lookup" in found["rounds"][1]["spans"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "words"),
     [
