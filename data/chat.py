@@ -12,19 +12,19 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPolicy:
-    """How user text becomes a prompt; stored with checkpoints and results."""
+    """How user text is rendered as a prompt; stored with checkpoints and results."""
 
     system: str | None
     thinking: bool
 
     def to_dict(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """JSON-ready, with a digest of the chat template that renders it."""
+        """JSON-ready, with a digest of the chat template."""
         template = str(tokenizer.chat_template or "")
         return {**asdict(self), "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest()[:16]}
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, policy: PromptPolicy) -> list[int]:
-    """Ids of one user turn up to and including the tag that the response follows."""
+    """Token ids of one user turn, up to and including the generation prompt."""
     messages: list[Message] = [{"role": "user", "content": text}]
     if policy.system is not None:
         messages.insert(0, {"role": "system", "content": policy.system})
@@ -39,6 +39,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, policy: PromptPoli
 
 
 def response_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a response that the corpus (not the target) wrote, with the end-of-turn token."""
+    """Token ids of a response from the corpus (not the target), with the end-of-turn token."""
     ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return [*ids, int(tokenizer.eos_token_id)]

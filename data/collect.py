@@ -1,9 +1,9 @@
-"""Collects Jacobi trajectories ahead of training, and says what they look like.
+"""Collects Jacobi trajectories ahead of training, and prints statistics.
 
     python -m data.collect recipe=jacobi_forcing                                    the base's
     python -m data.collect recipe=jacobi_forcing target=hf target.path=<run>/target the trained model's, to compare
 
-Goes on after kill -9; the training run finds what is there (data/trajectories.py).
+Resumes after kill -9; the training run reuses what was collected (data/trajectories.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ BINS = 8
 
 
 def statistics(trajectories: Sequence[Trajectory], *, bins: int) -> dict[str, Any]:
-    """What the trajectories look like, over all blocks' states but their fixed points.
+    """Statistics over all states of all blocks but their fixed points.
 
-    `passes_per_token`: passes over tokens that the prefill did not give. `noise_ratio`: a histogram of divergent
-    suffixes over (0, 1]. `ngram`: mean length of the longest run of right tokens behind the first wrong one.
-    `stability`: of the right tokens behind the first wrong one, the share that is right in the next state, too.
+    `passes_per_token`: passes divided by tokens, the prefill's excluded. `noise_ratio`: a histogram of divergent
+    suffixes over (0, 1]. `ngram`: mean length of the longest run of correct tokens after the first wrong one.
+    `stability`: the fraction of correct tokens after the first wrong one that are also correct in the next state.
     """
     passes = tokens = states = runs = right = stayed = 0
     histogram = [0] * bins
@@ -36,7 +36,7 @@ def statistics(trajectories: Sequence[Trajectory], *, bins: int) -> dict[str, An
             for draft, following in zip(drafts, block[1:], strict=True):
                 hits = [a == b for a, b in zip(draft, clean, strict=True)]
                 if all(hits):
-                    continue  # its pass verifies the whole block: no noise is left
+                    continue  # its pass verifies the whole block: no noise left
                 first = hits.index(False)
                 states += 1
                 histogram[min(bins - 1, int(bins * (len(clean) - first - 1) / len(clean)))] += 1
@@ -61,15 +61,15 @@ def describe(stats: Mapping[str, Any]) -> str:
         f"{stats['trajectories']} trajectories, {stats['tokens']} tokens\n"
         f"passes per token: {stats['passes_per_token']:.3f}\n"
         f"noise ratios, % of states in {len(stats['noise_ratio'])} equal bins of (0, 1]: {shares}\n"
-        f"longest right n-gram behind the first wrong token: {stats['ngram']:.2f} tokens a state\n"
-        f"stability of right tokens behind it: {100 * stats['stability']:.1f} %"
+        f"longest correct n-gram after the first wrong token: {stats['ngram']:.2f} tokens per state\n"
+        f"stability of correct tokens after it: {100 * stats['stability']:.1f} %"
     )
 
 
 def _task(cfg: DictConfig) -> None:
     module = instantiate(cfg.data, target=instantiate(cfg.target))
     if not isinstance(module, Trajectories):
-        raise UserError("these data have no trajectories: say recipe=jacobi_forcing")
+        raise UserError("this data has no trajectories: use recipe=jacobi_forcing")
     print(f"{describe(statistics(module.trajectories(), bins=BINS))}\n{module.folder}")
 
 

@@ -1,6 +1,6 @@
-"""Loaders of training and validation rows: every rank its share, in an order that seed and epoch alone decide.
+"""Loaders of training and validation rows: each rank's share, in an order that depends only on seed and epoch.
 
-Where an epoch stands lives in torchdata's StatefulDataLoader, so a resumed run goes on mid-epoch.
+torchdata's StatefulDataLoader stores the position in an epoch, so a resumed run continues mid-epoch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from dspec.seeding import epoch_seed
 
 @dataclass(frozen=True)
 class Share:
-    """One of `ranks` processes that train together."""
+    """This rank's share: one of `ranks` processes that train together."""
 
     rank: int
     ranks: int
@@ -30,14 +30,14 @@ class Share:
 
 
 class Shuffle(Sampler[int]):
-    """The rows of one rank, `batch_size` to a batch, in an order that seed and epoch alone decide.
+    """The rows of one rank, `batch_size` per batch, in an order that depends only on seed and epoch.
 
-    All ranks together see, step by step, the batches that one rank would see whose batch is `ranks` times as large:
-    each takes every `ranks`-th row of them. What does not fill the last of these is left out (unless it is the only
-    one). With a window, rows are sorted by length within windows of about so many rows, so that a batch holds rows of
-    like lengths, and the batches are then shuffled.
+    In each step all ranks together see the batch that a single rank would see with a batch size `ranks` times as large:
+    each takes every `ranks`-th row of it. An incomplete last batch is dropped (unless it is the only one). With a
+    window, rows are sorted by length within windows of about that many rows, so that a batch holds rows of similar
+    length, and the batches are then shuffled.
 
-    A generator that runs on through the epochs would not be where it was after a resume. Lightning calls `set_epoch`,
+    A generator that kept running across epochs would be in another state after a resume. Lightning calls `set_epoch`,
     but after a resume only from the second epoch on.
     """
 
@@ -57,7 +57,7 @@ class Shuffle(Sampler[int]):
 
     @property
     def _used(self) -> int:
-        """Rows of all ranks."""
+        """Rows used, over all ranks."""
         rows = len(self.lengths)
         return rows - rows % self.together if rows >= self.together else rows
 
@@ -78,13 +78,13 @@ def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def epoch_of(module: L.LightningDataModule) -> int:
-    """The epoch that training begins or goes on with."""
+    """The epoch that training starts or resumes with."""
     return module.trainer.current_epoch if module.trainer is not None else 0
 
 
 class _Loader(StatefulDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Where an epoch stood. One that was just over is counted as done by Lightning: the next one is a whole one."""
+        """Restores the position in an epoch. Lightning counts one that just ended as done: the next one is whole."""
         if state_dict["_num_yielded"] < len(self):
             super().load_state_dict(state_dict)
 
@@ -99,7 +99,7 @@ def shuffled(
     module: L.LightningDataModule,
     seed: int,
 ) -> StatefulDataLoader:
-    """A training loader in another order each epoch; this rank's share of it (see Shuffle)."""
+    """This rank's training loader, in a different order each epoch (see Shuffle)."""
     epoch, share = epoch_of(module), Share.of_trainer(module)
     sampler = Shuffle(lengths, batch_size=batch_size, window=window, seed=seed, epoch=epoch, share=share)
     return _Loader(rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
@@ -108,19 +108,19 @@ def shuffled(
 def held_out(
     rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], module: L.LightningDataModule
 ) -> StatefulDataLoader:
-    """A validation loader: every row on one rank, and as many batches on each."""
+    """A validation loader: each row on exactly one rank, and equally many batches on each."""
     batches = shares(rows, batch_size=batch_size, share=Share.of_trainer(module))
     return StatefulDataLoader(batches, batch_size=None, collate_fn=collate)
 
 
 def shares(rows: Sequence[Any], *, batch_size: int, share: Share) -> list[Sequence[Any]]:
-    """One rank's batches of all rows in their order: no row left out or twice, as many batches on each rank.
+    """One rank's batches of all rows in order: no row missing or repeated, equally many batches on each rank.
 
-    Raises UserError when there are fewer rows than ranks.
+    Raises UserError if there are fewer rows than ranks.
     """
     if 0 < len(rows) < share.ranks:
         raise UserError(f"{len(rows)} validation rows are too few for {share.ranks} ranks: raise data.validation")
     batches = _parts(rows, batch_size * share.ranks)
-    if len(batches) > 1 and len(batches[-1]) < share.ranks:  # too few for a row on each rank
+    if len(batches) > 1 and len(batches[-1]) < share.ranks:  # too few for one row per rank
         batches[-2:] = [[*batches[-2], *batches[-1]]]
     return [batch[share.rank :: share.ranks] for batch in batches]

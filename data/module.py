@@ -1,7 +1,7 @@
 """Data modules: tokenised conversations for drafters, packed documents for the AR base.
 
 Everything is a function of the seed. Each rank loads its own share of every batch (data/loaders.py): the trainer must
-not share the rows out once more (use_distributed_sampler: false). Legend: B = rows, L = positions.
+not distribute the rows again (use_distributed_sampler: false). Legend: B = rows, L = positions.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ Document = tuple[list[int], int]  # ids, and where the response starts
 
 
 class Conversations(L.LightningDataModule):
-    """Prompts with the target's own responses (regenerated once, then read back), or with the corpus's."""
+    """Prompts with the target's own responses (generated once, then read back), or with the corpus's."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class Conversations(L.LightningDataModule):
         validation: int,
         seed: int,
     ) -> None:
-        """`regeneration` has temperature, top_p, max_new_tokens, batch_size; None takes the corpus's responses.
-        Rows longer than `max_length` tokens are cut; `validation` rows are held out of training. Batches hold rows of
-        like lengths, sorted within windows of `sort_window` rows (None: they are not)."""
+        """`regeneration` has temperature, top_p, max_new_tokens, batch_size; None uses the corpus's responses.
+        Rows are cut to `max_length` tokens; `validation` rows are held out of training. Batches hold rows of similar
+        length, sorted within windows of `sort_window` rows (None: no sorting)."""
         super().__init__()
         self.target, self.source, self.policy = target, source, policy
         self.regeneration = regeneration
@@ -58,7 +58,7 @@ class Conversations(L.LightningDataModule):
         self._target_sha256, self._target_dtype = fingerprint(target.model), str(target.dtype)
         self._rows: list[Document] = []
         if target.tokenizer is None or target.tokenizer.chat_template is None:
-            raise UserError(f"target {target.name!r} has no chat template; take an instruction-tuned target")
+            raise UserError(f"target {target.name!r} has no chat template; use an instruction-tuned target")
 
     @property
     def prompt_policy(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Conversations(L.LightningDataModule):
         return [(p.id, prompt_ids(self.target.tokenizer, p.text, self.policy)) for p in prompts]
 
     def settings(self) -> dict[str, Any]:
-        """What the regenerated responses depend on besides the prompts."""
+        """Everything that the generated responses depend on besides the prompts."""
         return {
             "target": self.target.name,
             "target_sha256": self._target_sha256,
@@ -89,7 +89,7 @@ class Conversations(L.LightningDataModule):
         """The target's responses to the training prompts, generated where missing."""
         if self.regeneration is None:
             raise UserError(
-                "data.regeneration is null: there is nothing to regenerate; set its sampling, or train as is"
+                "data.regeneration is null: there is nothing to regenerate; set its sampling, or train as it is"
             )
         wanted = dict(self.regeneration)
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
@@ -127,22 +127,22 @@ class Conversations(L.LightningDataModule):
         return [ids for ids, _ in self._rows]
 
     def _digest(self) -> str:
-        """Of the rows that are trained on, in their order."""
+        """A digest of the training rows, in order."""
         digest = hashlib.sha256()
         for ids, start in self._rows:
             digest.update(torch.tensor([start, *ids], dtype=torch.int32).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must find: Lightning keeps it in the checkpoint."""
+        """What a resumed run must match: Lightning stores it in the checkpoint."""
         return {"rows": self._digest()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError when the training data have changed: a run cannot go on in the middle of other data."""
+        """Raises UserError if the training data has changed: a run cannot continue in the middle of other data."""
         if state_dict["rows"] != self._digest():
             raise UserError(
-                "the training data (prompts or responses) are not those that this run began with: bring them back, or "
-                "start a new run"
+                "the training data (prompts or responses) is not what this run started with: restore it, or start a "
+                "new run"
             )
 
     def _row(self, prompt: Sequence[int], response: Sequence[int]) -> Document:

@@ -1,6 +1,6 @@
-"""Where training prompts come from: the embedded corpus, GSM8K, or a JSONL file of one's own.
+"""Sources of training prompts: the embedded corpus, GSM8K, or a custom JSONL file.
 
-A source gives prompts for the splits "train" and "calibration", which never meet. It knows no tokenizer.
+A source returns prompts for the splits "train" and "calibration", which are disjoint. It knows no tokenizer.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class EmbeddedPrompts:
     name = "tiny"
 
     def __init__(self, *, train: Mapping[str, int], calibration: Mapping[str, int], seed: int) -> None:
-        """`train` and `calibration` say how many prompts of each task."""
+        """`train` and `calibration` are the number of prompts per task."""
         self._counts = {"train": ("draft", train), "calibration": ("calibration", calibration)}
         self._seed = seed
 
@@ -47,7 +47,7 @@ class EmbeddedPrompts:
 
 
 def _split_by_id(prompts: list[Prompt], split: str, *, train: int, calibration: int) -> list[Prompt]:
-    """Every tenth id (by hash) belongs to calibration, the others to train; then the first so many of each."""
+    """Every tenth id (by hash) belongs to calibration, the others to train; returns the first ones of the split."""
     calibrates = split == "calibration"
 
     def belongs(prompt: Prompt) -> bool:
@@ -71,9 +71,9 @@ class Gsm8kPrompts:
 
 
 class JsonlPrompts:
-    """Prompts of one's own: a .jsonl (or .jsonl.gz) file whose rows have "prompt" and, if wished, "id" and "response".
+    """Custom prompts: a .jsonl (or .jsonl.gz) file whose rows have "prompt" and optionally "id" and "response".
 
-    A row without an id is named by its text, so that what stands around it may change.
+    A row without an id is identified by its text, so that the rows around it may change.
     """
 
     def __init__(self, *, path: str, train: int, calibration: int) -> None:
@@ -87,7 +87,7 @@ class JsonlPrompts:
         for number, row in read_jsonl(self._path):
             text = row.get("prompt")
             if not isinstance(text, str) or not text.strip():
-                raise UserError(f'{self._path}, line {number}: no text under "prompt"; give every row one')
+                raise UserError(f'{self._path}, line {number}: no text under "prompt"; every row needs one')
             seen[text] += 1
             name = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}/{seen[text]}"
             every.append(Prompt(str(row.get("id", name)), text, row.get("response")))

@@ -3,10 +3,10 @@
     python -m data.regenerate recipe=dspark target=smollm2_135m data=gsm8k
 
 The file is append-only JSON Lines: a first row with the settings, then one row per response. A response belongs to an
-id and its prompt tokens: a changed prompt is answered anew, new prompts are added, all others keep their answers, and
-two data sets of one name share a file in peace. After kill -9 a torn last batch is dropped and what is missing is
-generated; responses depend on the prompt, its id and the seed alone (and, in float32, on the batch's shape, so that a
-batch is run whole): an interrupted file equals an unbroken one.
+id and its prompt tokens: a changed prompt is answered again, new prompts are added, all others keep their answers, and
+two data sets of the same name can share a file. After kill -9 an incomplete last batch is dropped and what is missing
+is generated; responses depend only on the prompt, its id and the seed (and, in float32, on the batch's shape, which is
+why batches are run whole): an interrupted file equals an uninterrupted one.
 """
 
 import hashlib
@@ -48,20 +48,20 @@ def key(name: str, ids: Sequence[int]) -> Key:
 
 
 def batches_of(prompts: Sequence[tuple[str, list[int]]], batch_size: int) -> list[list[tuple[str, list[int]]]]:
-    """(id, ids) prompts in batches of like lengths, shortest first: what is left after a stop has the same batches."""
+    """(id, ids) prompts in batches of similar length, shortest first: the same ones after an interruption."""
     ranked = sorted(prompts, key=lambda p: len(p[1]))
     return [ranked[i : i + batch_size] for i in range(0, len(ranked), batch_size)]
 
 
 def settings_key(settings: Mapping[str, Any]) -> str:
-    """A short digest that names the file of these settings."""
+    """A short digest of the settings that names their file."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[Key, Response]:
-    """Finished responses; {} when there is no file. A torn last line is passed over.
+    """Finished responses; {} if there is no file. An incomplete last line is skipped.
 
-    Raises UserError when the file was written with other settings or an inner row is malformed.
+    Raises UserError if the file was written with other settings or an inner row is malformed.
     """
     if not path.is_file():
         return {}
@@ -72,12 +72,12 @@ def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[Key, Respons
             row = json.loads(line)
             if number == 1:
                 if row["settings"] != json.loads(json.dumps(settings)):
-                    raise UserError(f"{path} was written with other settings; move it away to generate anew")
+                    raise UserError(f"{path} was written with other settings; move it away to generate again")
                 continue
             response = Response(row["id"], row["prompt_tokens"], row["tokens"], row["stopped"])
         except (ValueError, KeyError, TypeError) as error:
-            mend = "move the file away to generate anew" if number == 1 else "delete that line and run again"
-            raise UserError(f"{path}, line {number} is malformed ({error!r}); {mend}") from error
+            fix = "move the file away to generate again" if number == 1 else "delete that line and run again"
+            raise UserError(f"{path}, line {number} is malformed ({error!r}); {fix}") from error
         done[key(response.id, response.prompt_tokens)] = response
     return done
 
@@ -95,10 +95,10 @@ def regenerate(
     seed: int,
     describe: Callable[[list[int]], str],
 ) -> list[Response]:
-    """Responses for (id, ids) prompts in their order; only what `path` lacks is generated.
+    """Responses for (id, ids) prompts, in order; only those missing from `path` are generated.
 
-    `describe` renders tokens as text for the reader's eyes. Raises UserError when the disk is full: what was written
-    stays, and the next run goes on from there.
+    `describe` renders tokens as text for human readers. Raises UserError if the disk is full: what was written stays,
+    and the next run continues from there.
     """
     done = read_responses(path, settings)
     if any(key(*prompt) not in done for prompt in prompts):
@@ -109,13 +109,13 @@ def regenerate(
                 missing = batches_of([p for p in prompts if key(*p) not in done], batch_size)
                 _generate(path, settings, missing, done, decoder, sampling, stop_ids, max_new_tokens, seed, describe)
         except OSError as error:
-            raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to go on") from error
+            raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to continue") from error
     return [done[key(*prompt)] for prompt in prompts]
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Two runs of the same settings share one file: the second waits, then finds the responses there."""
+    """Runs with the same settings share one file: the second waits, then finds the responses there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{path}.lock")
     try:
@@ -130,7 +130,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _drop_torn_batch(path: Path) -> None:
-    """Cuts the file behind the last row that no row of its batch follows (`left` 0)."""
+    """Truncates the file after the last row that completes its batch (`left` 0)."""
     if not path.is_file():
         return
     raw = path.read_bytes()
@@ -141,7 +141,7 @@ def _drop_torn_batch(path: Path) -> None:
 
 
 def _left(line: bytes) -> int:
-    """Rows of the batch that come behind this one; 0 for what is no response: reading says what is wrong with it."""
+    """Rows of the batch after this one; 0 for a line that is not a response: reading reports what is wrong with it."""
     try:
         return int(json.loads(line)["left"])
     except (ValueError, KeyError, TypeError):

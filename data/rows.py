@@ -1,6 +1,6 @@
 """Rows of public data sets, from $DSPEC_DATA or the Hugging Face Hub, with a checksum of what was read.
 
-Knows the files and their fields, not what a benchmark or a training run makes of them.
+Knows the files and their fields, not how a benchmark or a training run uses them.
 """
 
 import gzip
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 class Hub(NamedTuple):
-    """A data set on the Hub; several configs are read one after the other."""
+    """A data set on the Hub; several configs are concatenated."""
 
     repo: str
     configs: Sequence[str]
@@ -34,7 +34,7 @@ class Rows:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines of a text file, gzip or plain; raises UserError for one that cannot be read to its end."""
+    """Lines of a text file, gzip or plain; raises UserError if it cannot be read to the end."""
     if not path.is_file():
         raise UserError(f"no data file at {path}; check the path (DSPEC_DATA={os.environ.get('DSPEC_DATA', 'unset')})")
     opener = gzip.open if path.suffix == ".gz" else open
@@ -52,14 +52,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             row = json.loads(line)
         except ValueError as error:
             what = "is empty" if not line.strip() else f"is not JSON ({error})"
-            raise UserError(f"{path}, line {number} {what}; mend or delete it") from error
+            raise UserError(f"{path}, line {number} {what}; fix or delete it") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a JSON object; mend or delete it")
+            raise UserError(f"{path}, line {number} is not a JSON object; fix or delete it")
         yield number, row
 
 
 def data_file(name: str) -> Path | None:
-    """$DSPEC_DATA/<name>.jsonl[.gz]; None when DSPEC_DATA is unset. Raises UserError with the paths tried."""
+    """$DSPEC_DATA/<name>.jsonl[.gz]; None if DSPEC_DATA is unset. Raises UserError with the paths tried."""
     folder = os.environ.get("DSPEC_DATA")
     if not folder:
         return None
@@ -71,7 +71,7 @@ def data_file(name: str) -> Path | None:
 
 
 def load_rows(name: str, *, hub: Hub | None, fields: Sequence[str]) -> Rows:
-    """Rows of a public data set, each with every one of `fields`: $DSPEC_DATA first, else the Hub."""
+    """Rows of a public data set, each with all of `fields`, from $DSPEC_DATA or else the Hub."""
     path = data_file(name)
     if path is not None:
         numbered = list(read_jsonl(path))
@@ -120,18 +120,18 @@ def math_rows(split: str) -> Rows:
 
 
 def math500_rows() -> Rows:
-    """MATH-500 (openai/prm800k): every problem of it is in the MATH test set."""
+    """MATH-500 (openai/prm800k), a subset of the MATH test set."""
     hub = Hub("HuggingFaceH4/MATH-500", ["default"], "test")
     return load_rows("math500", hub=hub, fields=("problem", "answer"))
 
 
 def same_problem(text: str) -> str:
-    """What two copies of one problem share: white space differs between copies."""
+    """A problem's text without white space, in which copies of a problem differ."""
     return " ".join(text.split())
 
 
 def math_training_rows() -> Rows:
-    """The MATH train set without what is in the test set too (one problem, in white space alone different)."""
+    """The MATH train set without what is also in the test set (one problem, differing only in white space)."""
     train, test = math_rows("train"), math_rows("test")
     tested = {same_problem(row["problem"]) for row in test.rows}
     kept = [row for row in train.rows if same_problem(row["problem"]) not in tested]

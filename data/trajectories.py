@@ -3,10 +3,10 @@
     python -m data.collect recipe=jacobi_forcing                       collects them ahead of training (collect.py)
 
 The decoder is dspec/decoding/jacobi.py with one block in flight and no recycling. A folder holds one safetensors file
-per batch of prompts, named by them and written whole or not at all, so that a run goes on after kill -9 where it
-stopped; a trajectory depends on the prompt, its id, the seed and the settings in settings.json alone (and, in float32,
-on the batch's shape, so that a batch is run whole). A changed prompt is decoded anew, new ones are added, all others
-stay. Trajectories are views of the memory-mapped files: what is not in a batch takes no memory.
+per batch of prompts, named after them and written atomically, so that a run continues after kill -9 where it stopped; a
+trajectory depends only on the prompt, its id, the seed and the settings in settings.json (and, in float32, on the
+batch's shape, which is why batches are run whole). A changed prompt is decoded again, new ones are added, all others
+stay. Trajectories are views of the memory-mapped files: those not in a batch take no memory.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ Prompts = Sequence[tuple[str, list[int]]]
 def trace(
     decoder: Jacobi, prompts: Prompts, *, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int], seed: int
 ) -> list[Trajectory]:
-    """Decodes a batch and keeps every state of each block, cut at the response's end."""
+    """Decodes a batch and records every state of each block, cut at the response's end."""
     asked = requests(
         [ids for _, ids in prompts],
         seeds=[prompt_seed(seed, name) for name, _ in prompts],
@@ -76,7 +76,7 @@ def trace(
 
 
 def write_shard(path: Path, ids: Sequence[str], trajectories: Sequence[Trajectory]) -> None:
-    """One safetensors file: flat integers and the lengths that cut them."""
+    """Writes one safetensors file: flat integers, and the lengths to split them by."""
     tensors = {
         "prompt": torch.cat([s.prompt_P for s in trajectories]),
         "prompt_length": torch.tensor([len(s.prompt_P) for s in trajectories], dtype=torch.int32),
@@ -93,13 +93,13 @@ def write_shard(path: Path, ids: Sequence[str], trajectories: Sequence[Trajector
 
 
 def read_shard(path: Path, *, block_size: int) -> dict[Key, Trajectory]:
-    """Views of the file's trajectories. Raises UserError for a damaged file or one of another block size."""
+    """Views of the file's trajectories. Raises UserError for a damaged file or one with another block size."""
     try:
         with safe_open(path, framework="pt") as file:
             names = json.loads(file.metadata()["ids"])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if (stored := tensors["states"].shape[1]) != block_size:
-            raise UserError(f"{path} holds blocks of {stored} tokens, not data.block_size={block_size}: collect anew")
+            raise UserError(f"{path} holds blocks of {stored} tokens, not data.block_size={block_size}: collect again")
         trajectories = _cut(tensors, block_size)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it and run again") from error
@@ -125,16 +125,16 @@ def collect(
     batch_size: int,
     seed: int,
 ) -> list[Trajectory]:
-    """Trajectories of (id, ids) prompts in their order; only what `folder` lacks is decoded.
+    """Trajectories of (id, ids) prompts, in order; only those missing from `folder` are decoded.
 
-    Raises UserError when the folder was written with other settings or the disk is full: what was written stays, and
-    the next run goes on from there.
+    Raises UserError if the folder was written with other settings or the disk is full: what was written stays, and the
+    next run continues from there.
     """
     n = decoder.config.block_size
     done: dict[Key, Trajectory] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # a second run of the same settings waits, then finds all there
-        for left in folder.glob(".*.tmp"):  # of a killed writer: we alone write here now
+    with FileLock(f"{folder}.lock"):  # a second run with the same settings waits, then finds everything there
+        for left in folder.glob(".*.tmp"):  # of a killed writer: nobody else writes here now
             left.unlink()
         _check_settings(folder / "settings.json", settings)
         for path in sorted(folder.glob("*.safetensors")):
@@ -154,11 +154,11 @@ def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.is_file():
         write_json(path, dict(settings))
     elif json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(settings)):
-        raise UserError(f"{path.parent} was written with other settings; move it away to collect anew")
+        raise UserError(f"{path.parent} was written with other settings; move it away to collect again")
 
 
 class Trajectories(Conversations):
-    """Prompts with the trajectories of the target's responses, packed into rows of about `row_length` places."""
+    """Prompts with the trajectories of the target's responses, packed into rows of about `row_length` tokens."""
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class Trajectories(Conversations):
         block_size: int,
         row_length: int,
     ) -> None:
-        """As Conversations, but `regeneration` says how the trajectories are decoded (temperature 0: Jacobi's greedy
-        fixed points) and `max_length` cuts responses at whole blocks. `batch_size` counts rows."""
+        """As Conversations, but `regeneration` sets how the trajectories are decoded (temperature 0: Jacobi's greedy
+        fixed points) and `max_length` cuts responses to whole blocks. `batch_size` counts rows."""
         super().__init__(
             target=target,
             source=source,
@@ -191,7 +191,7 @@ class Trajectories(Conversations):
             seed=seed,
         )
         if regeneration is None:
-            raise UserError("trajectories are the target's own: data.regeneration must say how to decode them")
+            raise UserError("trajectories are the target's own: data.regeneration must set how to decode them")
         self.block_size, self.row_length = block_size, row_length
         self._packed: list[list[Trajectory]] = []
         self._held_out: list[list[Trajectory]] = []

@@ -30,16 +30,16 @@ def atomic_file(path: Path) -> Iterator[Path]:
             f"cannot write {path} ({error.strerror or error}); what was there before is untouched"
         ) from error
     finally:
-        with suppress(OSError):  # gone already, or its folder never came to be
+        with suppress(OSError):  # already gone, or its folder was never created
             scratch.unlink()
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """The same for a folder: the new one takes the old one's place only when it is complete.
+    """The same for a folder: the new one replaces the old one only when it is complete.
 
-    No file system swaps two folders in one portable step. A process that is killed between the two renames leaves the
-    old one as .<name>.old: `restore` brings it back, the next write does so first.
+    There is no portable atomic swap of two folders. A process killed between the two renames leaves the old one as
+    .<name>.old: `restore` brings it back, and the next write calls it first.
     """
     scratch, old = None, _old(path)
     try:
@@ -69,7 +69,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def restore(path: Path) -> None:
-    """Brings back a folder whose writer was killed between its renames, and clears what another one left behind."""
+    """Restores a folder whose writer was killed between its two renames; otherwise removes a leftover old copy."""
     old = _old(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -83,7 +83,7 @@ def _old(path: Path) -> Path:
 
 
 def _to_disk(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's names where that can be asked for, survive a power cut."""
+    """Flushes a file's bytes (or a folder's entries, where the platform allows it) to disk, to survive a power cut."""
     folder = path.is_dir()
     with suppress(OSError) if folder else nullcontext():
         descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)

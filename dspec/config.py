@@ -1,4 +1,4 @@
-"""Composition of a run's config: recipes as a Hydra group, strict keys, and errors in one line with exit code 2."""
+"""Composing a run's config: recipes as a Hydra group, strict keys, one-line errors with exit code 2."""
 
 import difflib
 import functools
@@ -28,7 +28,7 @@ from dspec.errors import UserError
 from dspec.old_names import check_arguments, check_config, gone_group
 from dspec.recipes import pages, store_recipes, store_variants, variants
 
-# Leaves (by name, or path) that hold whole numbers, and their least value; None: any.
+# Leaves (by name or path) that hold integers, and their minimum; None: no minimum.
 _WHOLE: dict[str, int | None] = {
     "seed": 0,
     "limit": 1,
@@ -53,17 +53,17 @@ _WHOLE: dict[str, int | None] = {
     "refinement_passes": 0,
 }
 
-_NUMBERS = ("generate_floor", "top_p", "temperature", "lr", "warmup")  # shares among them
+_NUMBERS = ("generate_floor", "top_p", "temperature", "lr", "warmup")  # floats, some of them fractions
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 VARIANTS = CONF / "decoder_variants.yaml"
 _STARTED = "DSPEC_STARTED"
-_KEYLESS = {"recipe", "page", "real", "hardware", "hydra"}  # groups that are merged under other keys
+_KEYLESS = {"recipe", "page", "real", "hardware", "hydra"}  # groups merged under other keys
 
 
 def register() -> None:
-    """Makes recipes/ and conf/decoder_variants.yaml known to Hydra, and the resolvers that conf/ uses."""
+    """Registers recipes/, conf/decoder_variants.yaml and the resolvers of conf/ with Hydra."""
     if not CONF.is_dir():
         raise UserError(f"no config folder at {CONF}: install dspec from a clone with pip install -e .")
     store_recipes(ROOT / "recipes")
@@ -74,7 +74,7 @@ def register() -> None:
 
 
 def _choices(*groups: str) -> str:
-    """For --help: the choices of these groups, a line each."""
+    """For --help: the choices of these groups, one group per line."""
     lines = (f"{group:<15} {', '.join(_choices_of(group))}" for group in groups)
     return "\n".join(textwrap.fill(line, 100, subsequent_indent=" " * 16) for line in lines)
 
@@ -87,46 +87,46 @@ def _choices_of(group: str) -> list[str]:
 
 
 def _run_dir(resume: str | None, recipe: str | None) -> str:
-    """The run folder: that of the run to resume, or runs/<recipe>/<time>."""
+    """The run folder: the resumed run's, or runs/<recipe>/<time>."""
     return resume or f"runs/{recipe or 'custom'}/{started()}"
 
 
 def started() -> str:
-    """When this run began, one answer for all its ranks: they share a run folder that is named by it.
+    """When this run started, the same on all ranks: their shared run folder is named after it.
 
-    A rank that Lightning starts inherits it. Under torchrun rank 0 tells the others through the agent's store, the
-    tasks of a Slurm step have the step's number.
+    Ranks that Lightning starts inherit it. Under torchrun rank 0 shares it through the agent's store; the tasks of a
+    Slurm step use the step's id.
     """
     if _STARTED not in os.environ:
         os.environ[_STARTED] = _agreed(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     return os.environ[_STARTED]
 
 
-def _agreed(own: str) -> str:
-    """`own` of rank 0. Raises UserError where ranks were started one by one and share no store."""
+def _agreed(local: str) -> str:
+    """Rank 0's `local` value. Raises UserError if the ranks were started one by one and share no store."""
     if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return own
+        return local
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UserError("these ranks do not know each other's run folder: say hydra.run.dir=<folder> on each of them")
+        raise UserError("these ranks cannot agree on a run folder: set hydra.run.dir=<folder> on each of them")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     key = f"{_STARTED}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     if os.environ["RANK"] == "0":
-        store.set(key, own)
+        store.set(key, local)
     return str(store.get(key).decode())
 
 
-def _limit_or(own: int | None, *, _root_: DictConfig) -> Any:
-    """How many prompts a benchmark asks: what the run says for all of them, else the benchmark's own number."""
-    said = (OmegaConf.select(_root_, key) for key in ("limit", "evaluation.limit"))
-    return next((limit for limit in said if limit is not None), own)
+def _limit_or(default: int | None, *, _root_: DictConfig) -> Any:
+    """How many prompts a benchmark uses: the run's limit for all benchmarks if set, else the benchmark's default."""
+    limits = (OmegaConf.select(_root_, key) for key in ("limit", "evaluation.limit"))
+    return next((limit for limit in limits if limit is not None), default)
 
 
 def _keys(base: str) -> set[str]:
-    """Top-level keys of conf/<base>.yaml and of the configs that its defaults list names without a group."""
+    """Top-level keys of conf/<base>.yaml and of the group-less configs in its defaults list."""
     found: set[str] = set()
     for key, value in (yaml.safe_load((CONF / f"{base}.yaml").read_text("utf-8")) or {}).items():
         if key != "defaults":
@@ -141,7 +141,7 @@ def _keys(base: str) -> set[str]:
 
 
 def known_keys(base: str) -> set[str]:
-    """Top-level keys that a config of conf/<base>.yaml may have."""
+    """Top-level keys that a config composed from conf/<base>.yaml may have."""
     return _keys(base) - _KEYLESS
 
 
@@ -155,21 +155,21 @@ def check_keys(cfg: DictConfig, *, base: str) -> None:
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Raises UserError for a value whose key's name says what it must be (whole numbers, temperatures)."""
+    """Raises UserError for a value of the wrong type or range, going by its key's name (integers, temperatures)."""
     if cfg.get("seed", 0) is None:
-        raise UserError("seed=null: a run needs a whole number, such as seed=0")
+        raise UserError("seed=null: a run needs an integer seed, such as seed=0")
     for path, value in _leaves(OmegaConf.to_container(cfg, resolve=False)):
         name = path.rpartition(".")[2]
         if isinstance(value, str) and "${" in value:
-            continue  # what it refers to is looked at where it stands
+            continue  # the key it refers to is checked itself
         if path.startswith("search."):
-            continue  # lists of them
+            continue  # lists of such values
         if value == "???" and "." in path:
-            raise UserError(f"{path} is not set: say {path}=<value>")
+            raise UserError(f"{path} is not set: pass {path}=<value>")
         if name in _WHOLE or path in _WHOLE:
             _check_whole(path, name, value)
         elif path == "trainer.max_steps" and (type(value) is not int or value == 0 or value < -1):
-            raise UserError(f"{path}={value} must be a whole number of at least 1 (-1: as trainer.max_epochs says)")
+            raise UserError(f"{path}={value} must be an integer of at least 1 (-1: run for trainer.max_epochs)")
         elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{path}={value} must be a number")
         elif name == "top_p" and not 0 < value <= 1:
@@ -191,9 +191,9 @@ def _check_whole(path: str, name: str, value: Any) -> None:
     if name == "seed" and isinstance(value, int) and value >= 2**32:
         raise UserError(f"{path}={value} must be below 2**32")
     whole = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
-    if not whole and not (value is None and name in ("seed", "limit")):  # null: not drawn; all
+    if not whole and not (value is None and name in ("seed", "limit")):  # null: no sampling; no limit
         least_of = "" if least is None else f" of at least {least}"
-        raise UserError(f"{path}={value} must be a whole number{least_of}{' (null: all)' if name == 'limit' else ''}")
+        raise UserError(f"{path}={value} must be an integer{least_of}{' (null: all)' if name == 'limit' else ''}")
 
 
 def _check_temperatures(path: str, value: Any) -> None:
@@ -202,7 +202,7 @@ def _check_temperatures(path: str, value: Any) -> None:
         example = f"[{value}]" if isinstance(value, int | float) else "[0.0,1.0]"
         raise UserError(f"{path}={value} must be a list of at least one temperature, 0 or above: {path}={example}")
     if len(set(numbers)) < len(numbers):
-        raise UserError(f"{path}={value} has a temperature twice: say each once")
+        raise UserError(f"{path}={value} has a duplicate temperature: list each once")
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
@@ -224,7 +224,7 @@ def composed(base: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def _check(cfg: DictConfig, *, base: str) -> None:
-    """Raises UserError for a key or a value that cannot be right."""
+    """Raises UserError for an invalid key or value."""
     config: Any = OmegaConf.to_container(cfg, resolve=False)
     check_config(dict(_leaves(config)))
     check_keys(cfg, base=base)
@@ -234,35 +234,34 @@ def _check(cfg: DictConfig, *, base: str) -> None:
 
 
 def _check_method(method: Any) -> None:
-    """Raises UserError for parts of Jacobi Forcing that were given to another method."""
+    """Raises UserError if another method is configured with parts of Jacobi Forcing."""
     if not isinstance(method, dict) or str(method.get("_target_")).endswith(".JacobiForcing"):
         return
     if odd := [part for part in ("teacher", "tuning", "schedule") if part in method]:
-        raise UserError(f"method/{odd[0]} belongs to Jacobi Forcing: say recipe=jacobi_forcing or recipe=cllm")
+        raise UserError(f"method/{odd[0]} belongs to Jacobi Forcing: use recipe=jacobi_forcing or recipe=cllm")
 
 
 def _check_decoders(config: Any, *, base: str) -> None:
-    """Raises UserError for decoders that lack a drafter, the decoder they are measured against, or the one whose
-    settings they take."""
+    """Raises UserError for decoders without their drafter, their baseline, or the decoder whose settings they copy."""
     decoders = config.get("decoder") or {}
     infilling = all(str(node.get("_target_")).endswith((".any_subset", ".assd")) for node in decoders.values())
     if base == "train" and not infilling and "autoregressive" not in decoders:
         names = ",".join(decoders)
-        raise UserError(f"speeds are measured against plain AR: say decoder=[autoregressive,{names}]")
+        raise UserError(f"speeds are measured against plain AR: use decoder=[autoregressive,{names}]")
     drafting = [n for n, node in decoders.items() if str(node.get("_target_")).endswith(".speculative")]
     source = {"train": "draft", "eval": "checkpoint"}.get(base)  # eval.speed leaves such decoders out
     if source and drafting and config.get(source) is None:
-        mend = "say checkpoint=<run folder>" if source == "checkpoint" else "say recipe=dspark or recipe=dflash"
-        raise UserError(f"decoder={drafting[0]} needs a drafter: {mend}, or take another decoder")
+        fix = "set checkpoint=<run folder>" if source == "checkpoint" else "use recipe=dspark or recipe=dflash"
+        raise UserError(f"decoder={drafting[0]} needs a drafter: {fix}, or choose another decoder")
     for path, value in _leaves(decoders):
         follows = re.fullmatch(r"\$\{decoder\.(\w+)\.\w+\}", str(value))
         if follows and follows[1] not in decoders:
             name = path.partition(".")[0]
-            raise UserError(f"{name} has the settings of {follows[1]}: say decoder=[...,{name},{follows[1]}]")
+            raise UserError(f"{name} copies the settings of {follows[1]}: use decoder=[...,{name},{follows[1]}]")
 
 
 def instantiate(node: Any, **kwargs: Any) -> Any:
-    """hydra's instantiate, with what went wrong in one line: the user's own error, or the key that does not fit."""
+    """Hydra's instantiate with one-line errors: the UserError inside, or the argument that does not fit."""
     try:
         return hydra.utils.instantiate(node, **kwargs)
     except HydraException as error:
@@ -278,14 +277,13 @@ def instantiate(node: Any, **kwargs: Any) -> Any:
 
 
 def instantiate_decoders(cfg: DictConfig) -> dict[str, Any]:
-    """What `cfg.decoder` names. Decoders of the base (`cfg.target`) share one copy of it, loaded when the first of them
-    is built."""
+    """The decoders in `cfg.decoder`. Those of the base model (`cfg.target`) share one copy, loaded on first use."""
     base = functools.cache(lambda: instantiate(cfg.target))
     return {str(name): instantiate(node, base=base) for name, node in cfg.decoder.items()}
 
 
 def _one_line(error: BaseException) -> str:
-    """Its message without line breaks, and without the folders that Hydra has searched for a choice."""
+    """The error's message without line breaks and without Hydra's list of searched folders."""
     text = str(error).partition("Config search path:")[0].replace("\n\t", ", ").replace(":,", ":")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines and error.__cause__ is not None:  # Hydra wraps some errors in an empty one
@@ -312,11 +310,11 @@ _WITH_VALUE = {*"--config-path -cp --config-name -cn --config-dir -cd --cfg -c -
 
 
 def _resumed(args: Sequence[str], *, config: str) -> list[str]:
-    """The arguments, before them those that the run to resume was started with: `resume=<folder>` alone is enough.
+    """The arguments merged with those that the run to resume was started with: `resume=<folder>` alone is enough.
 
-    .hydra of a folder that has one keeps the command that it has: `remember_command` writes the new one once the run
-    is accepted. Raises UserError for a folder to resume that is not there (Hydra would make it) or that another
-    program's run wrote, and for a run folder that cannot be made.
+    An existing .hydra folder is left as it is: `remember_command` writes the new command once the run is accepted.
+    Raises UserError if the folder to resume is missing (Hydra would create it) or holds another program's run, and if
+    the run folder cannot be created.
     """
     folders = [arg.removeprefix("resume=") for arg in args if arg.startswith("resume=")]
     if not folders or folders[-1] in ("", "null"):
@@ -324,23 +322,23 @@ def _resumed(args: Sequence[str], *, config: str) -> list[str]:
         if named:
             _check_folder(named[-1])
         known = named and (named[-1] / ".hydra" / "overrides.yaml").is_file()
-        said = any(arg.startswith("hydra.output_subdir=") for arg in args)  # as Lightning does for a rank
-        return _options_first([*args, *(["hydra.output_subdir=null"] if known and not said else [])])
+        given = any(arg.startswith("hydra.output_subdir=") for arg in args)  # Lightning sets it for its ranks
+        return _options_first([*args, *(["hydra.output_subdir=null"] if known and not given else [])])
     folder = Path(folders[-1])
     if not folder.is_dir():
-        raise UserError(f"nothing to resume: there is no folder {folder}; give the folder of a run")
+        raise UserError(f"nothing to resume: there is no folder {folder}; pass the folder of a run")
     if not (folder / ".hydra" / "overrides.yaml").is_file():
         return list(args)
-    own = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text("utf-8"))["hydra"]["job"]["config_name"]
-    if own != config:
-        raise UserError(f"{folder} is a run of conf/{own}.yaml: it cannot be resumed under conf/{config}.yaml")
+    started_as = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text("utf-8"))["hydra"]["job"]["config_name"]
+    if started_as != config:
+        raise UserError(f"{folder} is a run of conf/{started_as}.yaml: it cannot be resumed under conf/{config}.yaml")
     stored = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text("utf-8")) or []
-    given = {_key(arg) for arg in args}
-    return _options_first([*args, *(old for old in stored if _key(old) not in given), "hydra.output_subdir=null"])
+    overridden = {_key(arg) for arg in args}
+    return _options_first([*args, *(old for old in stored if _key(old) not in overridden), "hydra.output_subdir=null"])
 
 
 def _options_first(args: Sequence[str]) -> list[str]:
-    """Hydra's parser takes overrides in one piece alone: options such as --config-dir and their values go before."""
+    """Hydra's parser wants all overrides together: options such as --config-dir and their values go first."""
     options: list[str] = []
     overrides: list[str] = []
     for before, arg in zip(["", *args], args, strict=False):
@@ -349,15 +347,15 @@ def _options_first(args: Sequence[str]) -> list[str]:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises UserError where a file stands in the way of a folder."""
+    """Raises UserError if a file is in the way of a folder."""
     nearest = next(folder for folder in (path, *path.parents, Path()) if folder.exists())
     if not nearest.is_dir():
-        raise UserError(f"hydra.run.dir={path} cannot be a folder: {nearest} is a file; name another one")
+        raise UserError(f"hydra.run.dir={path} cannot be a folder: {nearest} is a file; choose another one")
 
 
 def remember_command(cfg: DictConfig) -> None:
-    """Leaves the command of a run that was accepted in its folder's .hydra, where Hydra has not done so itself, because
-    an earlier command had left its own there: `resume=<folder>` alone then goes on with this one."""
+    """Writes an accepted run's command to its .hydra folder if Hydra has not (an earlier command's was there), so that
+    `resume=<folder>` alone continues this one."""
     run, folder = HydraConfig.get(), Path(HydraConfig.get().runtime.output_dir) / ".hydra"
     if run.output_subdir is not None or not folder.is_dir():
         return
@@ -370,7 +368,7 @@ def remember_command(cfg: DictConfig) -> None:
 
 
 def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config: str) -> UserError | None:
-    """Hydra's advice for a key that is not there is to append it; ours is the nearest key that is there."""
+    """For an unknown key Hydra advises to append it; we name the nearest key that exists."""
     found = re.search(r"Could not override '([^']+)'", str(error))
     if found is None:
         return None
@@ -391,20 +389,20 @@ def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config:
     prefix = f"{path}." if path else ""
     if match:
         return UserError(f"unknown key {found[1]}: did you mean {prefix}{match[0]}?")
-    there = ", ".join(prefix + key for key in sorted(known))
-    return UserError(f"unknown key {found[1]}; there is {there}") if known else None
+    valid = ", ".join(prefix + key for key in sorted(known))
+    return UserError(f"unknown key {found[1]}; valid keys: {valid}") if known else None
 
 
 def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """Decorates a task function as a Hydra app on conf/<config>.yaml; user errors end it with exit code 2.
 
-    Keys and values are looked at before the task runs: a task that imports torch itself answers a mistake at once.
+    Keys and values are checked before the task runs: a task that imports torch itself reports mistakes immediately.
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> None:
-            # a sweep goes on with its other jobs: Hydra keeps the error till then
+            # a sweep continues with its other jobs: Hydra raises the error at the end
             with nullcontext() if HydraConfig.get().mode == RunMode.MULTIRUN else one_line_errors():
                 _check(cfg, base=config)
                 task(cfg)
@@ -413,7 +411,7 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
         def main() -> None:
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra lets exceptions through to the handler below
             warnings.filterwarnings("ignore", category=UserWarning, module="hydra")
-            if "LOCAL_RANK" not in os.environ:  # a rank is of the run that started it
+            if "LOCAL_RANK" not in os.environ:  # a rank belongs to the run that started it
                 os.environ.pop(_STARTED, None)
             with one_line_errors():
                 register()

@@ -1,5 +1,5 @@
-"""The one exception that is meant for the user's eyes."""
+"""The one exception meant for users."""
 
 
 class UserError(Exception):
-    """What is wrong and how to mend it, in one line; the entry points print it and exit with code 2."""
+    """What is wrong and how to fix it, in one line; the entry points print it and exit with code 2."""

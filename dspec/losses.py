@@ -1,13 +1,13 @@
 """Losses over an LM head, computed in chunks so that no full [positions, vocabulary] tensor ever exists.
 
-Each chunk's gradient is taken in closed form, in buffers that all chunks share: fresh ones of many megabytes would be
-mapped and unmapped at every operation. With p the softmax of the draft's logits z, q the target's, s = sign(p - q):
+Each chunk's gradient is computed in closed form, in buffers that all chunks share: fresh ones of many megabytes would
+be mapped and unmapped at every operation. With p = softmax(draft logits z), q the target's, s = sign(p - q):
 
     d CE / dz = p - onehot(label)
     d sum_v |p_v - q_v| / dz = p * (s - sum_v p_v s_v)
     d KL(q || softmax(z / T)) / dz = (softmax(z / T) - q) / T
 
-Legend: P = supervised positions, p = those of a chunk, D = width, V = vocabulary, M = statistics per row.
+Legend: P = supervised positions, p = those of one chunk, D = width, V = vocabulary, M = statistics per row.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,40 +22,40 @@ from dspec.errors import UserError
 
 
 def decay_weights(slots: int, *, gamma: float) -> Tensor:
-    """w_k = exp(-k / gamma) for k = 0..slots-1 (DSpark, section 4; DeepSpec has gamma = 4 whatever the block)."""
+    """w_k = exp(-k / gamma) for k = 0..slots-1 (DSpark, section 4; DeepSpec uses gamma = 4 for every block size)."""
     return torch.exp(-torch.arange(slots) / gamma)
 
 
 class Workspace:
-    """Named buffers that every chunk writes anew, and products in the type that autocast, if on, multiplies in."""
+    """Named buffers reused by every chunk, and matmuls in the dtype of autocast, if it is on."""
 
     def __init__(self, like: Tensor) -> None:
         kind, self._device = like.device.type, like.device
         autocast = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind) if autocast else like.dtype
-        self.wide = torch.promote_types(self.dtype, torch.float32)  # all but the products
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # of everything but the matmuls
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """The buffer of that name with whatever it holds; wide unless told otherwise."""
+        """The buffer of that name, uninitialised; in the wide dtype unless one is given."""
         key, size = (name, dtype or self.wide), torch.Size(shape).numel()
         if key not in self._held or self._held[key].numel() < size:
             self._held[key] = torch.empty(size, dtype=key[1], device=self._device)
         return self._held[key][:size].view(*shape)
 
     def weight(self, w: Tensor) -> Tensor:
-        """A weight in the products' type, cast once."""
+        """A weight in the matmuls' dtype, cast once."""
         if id(w) not in self._weights:
-            self._weights[id(w)] = (w, w.to(self.dtype))  # holding w keeps its id from being given anew
+            self._weights[id(w)] = (w, w.to(self.dtype))  # holding w keeps its id from being reused
         return self._weights[id(w)][1]
 
     def narrow(self, x: Tensor) -> Tensor:
-        """A chunk's wide tensor in the products' type."""
+        """A chunk's wide tensor in the matmuls' dtype."""
         return x if x.dtype == self.dtype else self.take("narrow", x.shape, self.dtype).copy_(x)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-        """out = a b or, with `add`, out + a b: the factors in the products' type, `out` wide."""
+        """out = a b or, with `add`, out + a b: the factors in the matmuls' dtype, `out` wide."""
         if out.dtype == self.dtype:
             return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
         product = torch.mm(a, b, out=self.take("product", out.shape, self.dtype))
@@ -65,7 +65,7 @@ class Workspace:
         return self.matmul(x_pD.to(self.dtype), self.weight(w_VD).T, out, add=add)
 
 
-# (workspace, logits [p, V], whether the gradient is wanted, *the chunk's constants) -> losses [p], statistics [p, M]
+# (workspace, logits [p, V], whether the gradient is needed, *the chunk's constants) -> losses [p], statistics [p, M]
 # and the gradient of the losses' sum with respect to the logits [p, V], or None; may overwrite the logits
 Criterion = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
@@ -77,7 +77,7 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(
         ctx: Any, criterion: Criterion, chunk_mb: float, constants: Sequence[Tensor], *factors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # 1. how many rows fit a chunk, and a sum of gradients in full width for each factor that wants one
+        # 1. rows per chunk, and a wide gradient buffer for each factor that needs one
         work, needs = Workspace(factors[0]), ctx.needs_input_grad[3:]
         count, vocab = len(factors[0]), len(factors[1])
         rows = max(1, int(chunk_mb * 2**20 / (vocab * work.wide.itemsize)))
@@ -93,10 +93,10 @@ class _ChunkedSum(torch.autograd.Function):
             loss_p, stats_pM, grad_pV = criterion(work, logits_pV, any(needs), *(c[part] for c in constants))
             losses.append(loss_p.sum())
             stats.append(stats_pM)
-            # 4. that gradient back into the factors, before the next chunk takes the buffers
+            # 4. that gradient into the factors, before the next chunk reuses the buffers
             if grad_pV is not None:
                 _into_factors(work, work.narrow(grad_pV), factors, grads, part)
-        # 5. kept for backward in the factors' own types, as if autograd had made them
+        # 5. saved for backward in the factors' dtypes, as autograd's own would be
         ctx.grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, factors, strict=True)]
         stacked = torch.cat(stats)
         ctx.mark_non_differentiable(stacked)
@@ -134,7 +134,7 @@ def chunked_sum(
     """Sum of a criterion's losses over P rows, and its statistics [P, M], with `chunk_mb` MiB of logits at a time.
 
     The logits are the sum over `terms` (x [P, D], W [V, D]) of x W^T; gradients flow to those factors only. The
-    criterion gets a chunk's logits and its slices of the constants [P, ...].
+    criterion receives a chunk's logits and its slices of the constants [P, ...].
     """
     factors = [t for term in terms for t in term]
     if not torch.is_grad_enabled():
@@ -144,7 +144,7 @@ def chunked_sum(
 
 
 def check_chunk(chunk_mb: float) -> float:
-    """Raises UserError for a chunk without any bytes."""
+    """Raises UserError unless `chunk_mb` is positive."""
     if chunk_mb <= 0:
         raise UserError(f"method.chunk_mb={chunk_mb} MiB of logits at a time must be above 0")
     return chunk_mb
@@ -154,8 +154,8 @@ def _cross_entropy(logits_pV: Tensor, label_p: Tensor, probs_pV: Tensor) -> tupl
     """CE [p] and greedy tokens [p]; writes the softmax to `probs_pV`."""
     top, best = logits_pV.max(-1)
     torch.softmax(logits_pV, -1, out=probs_pV)
-    behind = top - logits_pV.gather(-1, label_p[:, None]).squeeze(-1)
-    return behind - probs_pV.gather(-1, best[:, None]).squeeze(-1).log(), best  # the top token's p is at least 1 / V
+    gap = top - logits_pV.gather(-1, label_p[:, None]).squeeze(-1)
+    return gap - probs_pV.gather(-1, best[:, None]).squeeze(-1).log(), best  # the top token's p is at least 1 / V
 
 
 def token_loss(
@@ -186,13 +186,13 @@ def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) ->
         target_logits = work.logits(target_pD, target_head_VD, logits_pV)  # the draft's are not read again
         match = (best == target_logits.argmax(-1)).to(ce)
         target = torch.softmax(target_logits, -1, out=work.take("target", logits_pV.shape))
-        apart = torch.sub(draft, target, out=logits_pV)
-        l1 = torch.abs(apart, out=target).sum(-1)
+        difference = torch.sub(draft, target, out=logits_pV)
+        l1 = torch.abs(difference, out=target).sum(-1)
         stats = torch.stack([ce, l1, match], -1)
         if not gradient:
             return weight_p * (ce_weight * ce + tv_weight * l1), stats, None
         ce_p, tv_p = (weight_p * ce_weight)[:, None], (weight_p * tv_weight)[:, None]
-        signed = torch.mul(draft, apart.sign_(), out=target)
+        signed = torch.mul(draft, difference.sign_(), out=target)
         grad = torch.mul(signed, tv_p, out=logits_pV).addcmul_(draft, ce_p - tv_p * signed.sum(-1, keepdim=True))
         grad.scatter_add_(-1, label_p[:, None], -ce_p)
         return weight_p * (ce_weight * ce + tv_weight * l1), stats, grad
@@ -201,7 +201,7 @@ def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) ->
 
 
 def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterion:
-    """Forward KL(teacher || student) at `temperature`, the teacher not differentiated (Jacobi Forcing, L_pc).
+    """Forward KL(teacher || student) at `temperature`, the teacher detached (Jacobi Forcing, L_pc).
 
     The logits are the student's, the constants weight [p] and teacher hidden [p, D]; statistics are (KL, greedy
     match) per row.
@@ -224,5 +224,5 @@ def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterio
 
 
 def confidence_loss(logits_P: Tensor, l1_P: Tensor) -> Tensor:
-    """BCE [P] against the analytic acceptance c* = 1 - L1 / 2, which is not differentiated (DSpark, section 3)."""
+    """BCE [P] against the analytic acceptance c* = 1 - L1 / 2, which is detached (DSpark, section 3)."""
     return F.binary_cross_entropy_with_logits(logits_P, (1 - l1_P / 2).detach(), reduction="none")

@@ -1,4 +1,4 @@
-"""A training method: batches in, a weighted loss sum out. It knows no trainer and no config."""
+"""The protocol of a training method: batches in, a weighted loss sum out. It knows no trainer and no config."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass
 class LossOutput:
-    """`loss_sum / weight` is the loss; both are sums over the local batch, so that ranks can be pooled exactly.
+    """The loss is `loss_sum / weight`; both are sums over the local batch, so that ranks can be pooled exactly.
 
     `metrics` maps a name to (sum, count), scalars or one entry per slot, pooled the same way.
     """
@@ -29,7 +29,7 @@ class Batch:
 
     ids_BL: Tensor
     loss_BL: Tensor  # bool: tokens that are supervised (the response and its end token)
-    document_BL: Tensor | None = None  # packed rows: which document a position belongs to (-1 = padding)
+    document_BL: Tensor | None = None  # packed rows: the document of each position (-1 = padding)
     positions_BL: Tensor | None = None  # packed rows: position within the document
 
     def to(self, device: object) -> "Batch":
@@ -40,29 +40,29 @@ class Batch:
 
 
 class Method(nn.Module, ABC):
-    """What is trained are its parameters with requires_grad; checkpoints hold those alone. The trainer casts them to
-    float32 beforehand (training/models.py)."""
+    """Its parameters with requires_grad are trained; checkpoints hold only those. The trainer casts them to float32
+    beforehand (training/models.py)."""
 
-    shown: ClassVar[tuple[str, ...]] = ()  # logged names that stand on the progress bar, beside the loss
+    shown: ClassVar[tuple[str, ...]] = ()  # metrics shown on the progress bar next to the loss
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
-        neither on the rows beside it nor on the number of ranks that share them."""
+        """The loss of one micro-batch. All randomness of row b comes from generators[b], so that it depends neither on
+        the other rows of the batch nor on the number of ranks."""
 
     def begin(self, data: Any) -> None:
-        """Called once before the first step, with the data module, whose rows are there by now."""
+        """Called once before the first step with the data module, whose rows are ready by then."""
 
     def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What follows from the metrics' values (sum / count over all ranks), by name, to be logged beside them."""
+        """Metrics computed from other metrics' values (sum / count over all ranks), logged next to them."""
         return {}
 
     def after_step(self) -> None:
-        """Called after each optimizer step (a moving average of the weights moves here)."""
+        """Called after each optimizer step (EMA weights are updated here)."""
 
     def finish(self) -> None:
-        """Called once when training is over: leaves plain weights, as they are decoded and shipped."""
+        """Called once after training: turns the weights into plain ones, as they are decoded and shipped."""
 
     @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:
-        """Writes the trained component under the run folder and returns where."""
+        """Writes the trained component under the run folder and returns its path."""

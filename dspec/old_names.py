@@ -1,4 +1,4 @@
-"""Names that configs had before: one line that says the new one, and the new ones for configs that runs have stored."""
+"""Former config names: a one-line error with the new name, and the translation of configs stored by old runs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,25 +6,25 @@ from typing import Any
 
 from dspec.errors import UserError
 
-_PAGE = "its numbers stand on the recipe's page (recipes/<name>.yaml)"
+_PAGE = "its numbers are on the recipe's page (recipes/<name>.yaml)"
 
-# Choices that are gone, as patterns of an argument; \g<1> is the first part in brackets.
+# Removed choices, as patterns of an argument; \g<1> is the first group.
 _CHOICES = {
-    r"method=([\w,]+)": r"say recipe=\g<1>: a method's numbers stand on its recipe's page",
-    r"method/teacher=same_pass": "say method/teacher=stop_gradient",
-    r"method/teacher=moving": "say method/teacher=ema",
-    r"draft=none": "say draft=null",
-    r"draft=(?!null$)([\w,]+)": rf"say recipe=\g<1>, or draft.<key>=...: {_PAGE}",
-    r"optimizer=(\w+)": rf"say optimizer.<key>=..., or data=\g<1> for all that goes with those data: {_PAGE}",
-    r"trainer=(\w+)": rf"say trainer.<key>=..., hardware=cpu|gpu, or data=\g<1>: {_PAGE}",
-    r"trajectories=(\w+)": rf"say data=\g<1>: {_PAGE}",
-    r"data=tiny_corpus": "say recipe=ar_base, which has that corpus on its page",
-    r"calibration=none": "say calibration=null",
-    r"calibration=sts": "STS stands on the page of recipe=dspark: leave calibration= out there",
+    r"method=([\w,]+)": r"use recipe=\g<1>: a method's numbers are on its recipe's page",
+    r"method/teacher=same_pass": "use method/teacher=stop_gradient",
+    r"method/teacher=moving": "use method/teacher=ema",
+    r"draft=none": "use draft=null",
+    r"draft=(?!null$)([\w,]+)": rf"use recipe=\g<1>, or draft.<key>=...: {_PAGE}",
+    r"optimizer=(\w+)": rf"use optimizer.<key>=..., or data=\g<1> for everything that goes with that data: {_PAGE}",
+    r"trainer=(\w+)": rf"use trainer.<key>=..., hardware=cpu|gpu, or data=\g<1>: {_PAGE}",
+    r"trajectories=(\w+)": rf"use data=\g<1>: {_PAGE}",
+    r"data=tiny_corpus": "use recipe=ar_base, which sets that corpus on its page",
+    r"calibration=none": "use calibration=null",
+    r"calibration=sts": "STS is part of recipe=dspark: leave calibration= out there",
     r"evaluation=default": "leave it out: evaluation has no choices, only keys",
     r"callbacks=default": "leave it out: callbacks has no choices, only keys",
-    r"callbacks/progress=none": "say callbacks.progress=null",
-    r"callbacks/progress=rich": "leave it out: it is what runs have",
+    r"callbacks/progress=none": "use callbacks.progress=null",
+    r"callbacks/progress=rich": "leave it out: it is the default",
 }
 
 # Keys, as patterns of a whole dotted path.
@@ -35,7 +35,7 @@ _KEYS = {
     r"method\.tuning\.share": "method.tuning.interpolation",
 }
 
-# `_target_`: modules that moved, with the classes that were renamed in them.
+# `_target_`: moved modules, and the classes renamed in them.
 _TARGETS = {
     "dspec.models.target.load_target": "dspec.models.language_model.load_language_model",
     "dspec.models.target.": "dspec.models.language_model.",
@@ -63,23 +63,23 @@ def check_arguments(args: Sequence[str]) -> None:
     """Raises UserError for an argument in an old spelling, with the new one."""
     for arg in args:
         bare = arg.lstrip("+~")
-        for pattern, mend in _CHOICES.items():
+        for pattern, fix in _CHOICES.items():
             if match := re.fullmatch(pattern, bare):
-                raise UserError(f"{arg} is gone: {match.expand(mend)}")
+                raise UserError(f"{arg} is gone: {match.expand(fix)}")
         if match := re.fullmatch(r"(logger|hardware|target|data|benchmark|decoder|recipe|method/\w+)=null", bare):
             raise UserError(
-                f"{arg}: {match[1]} needs one of its choices; leave it out for what runs have (--help lists all)"
+                f"{arg}: {match[1]} needs one of its choices; leave it out for the default (--help lists all)"
             )
         key = bare.partition("=")[0]
         if key in ("page", "real"):
-            raise UserError(f"{arg}: pages come with their recipe, say recipe=<name>")
+            raise UserError(f"{arg}: pages come with their recipe, use recipe=<name>")
         _check_key(key)
         if key.startswith("benchmark.problems_unseen") and not any("tiny_unseen" in a for a in args):
-            raise UserError(f"{key}: problems_unseen is a benchmark of its own now, say benchmark=[tiny,tiny_unseen]")
+            raise UserError(f"{key}: problems_unseen is now a separate benchmark, use benchmark=[tiny,tiny_unseen]")
 
 
 def gone_group(name: str) -> str | None:
-    """What to say of a recipe of one's own that overrides a group which is gone; None for another name."""
+    """The error for a custom recipe that overrides a removed group; None for other names."""
     if name not in (
         "method",
         "draft",
@@ -91,16 +91,16 @@ def gone_group(name: str) -> str | None:
         "callbacks",
     ):
         return None
-    return f"{name} is no group of choices: begin the recipe with `defaults: [dspark, _self_]`, or another page"
+    return f"{name} is no longer a config group: start the recipe with `defaults: [dspark, _self_]`, or another page"
 
 
 def check_config(leaves: Mapping[str, Any]) -> None:
-    """Raises UserError for an old key or `_target_` in a config by dotted path, such as one's own YAML may have."""
+    """Raises UserError for an old key or `_target_` in a config given by dotted paths (custom YAML may have them)."""
     for path, value in leaves.items():
         if value == "eval.evaluate.Contender":
             raise UserError(
-                f"{path}={value} is gone: name a function of eval/decoders.py, such as eval.decoders.jacobi, with its "
-                "keys beside it, as the files in conf/decoder do"
+                f"{path}={value} is gone: name a function of eval/decoders.py, such as eval.decoders.jacobi, and its "
+                "arguments, as the files in conf/decoder do"
             )
         _check_key(path)
         if path.endswith("_target_") and isinstance(value, str) and (new := _renamed(value)) != value:
@@ -114,7 +114,7 @@ def _check_key(path: str) -> None:
 
 
 def _renamed(target: str) -> str:
-    """The `_target_` by its name of today; its own where it never changed."""
+    """The current name of a `_target_`."""
     for old, new in _TARGETS.items():
         if target == old:
             return new
@@ -124,19 +124,19 @@ def _renamed(target: str) -> str:
 
 
 def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config that a run stored, with today's `_target_`s and keys; its decoders are left as they are, since an
-    evaluation brings its own."""
-    found: dict[str, Any] = _with_targets_of_today(config)
+    """A run's stored config with current `_target_`s and keys; its decoders are left as they are, since an evaluation
+    configures its own."""
+    found: dict[str, Any] = _with_current_targets(config)
     tuning = (found.get("method") or {}).get("tuning")
     if isinstance(tuning, dict) and "share" in tuning:
         tuning["interpolation"] = tuning.pop("share")
     return found
 
 
-def _with_targets_of_today(node: Any) -> Any:
+def _with_current_targets(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {
-            key: _renamed(value) if key == "_target_" and isinstance(value, str) else _with_targets_of_today(value)
+            key: _renamed(value) if key == "_target_" and isinstance(value, str) else _with_current_targets(value)
             for key, value in node.items()
         }
-    return [_with_targets_of_today(value) for value in node] if isinstance(node, list) else node
+    return [_with_current_targets(value) for value in node] if isinstance(node, list) else node

@@ -1,4 +1,4 @@
-"""The one progress bar: what is being done, how far it is, time passed and left."""
+"""The one progress bar: the current task, its progress, time elapsed and remaining."""
 
 from collections.abc import Iterator, Sequence, Sized
 from typing import TypeVar
@@ -10,13 +10,13 @@ Batch = TypeVar("Batch", bound=Sized)
 
 
 def progress_bar(title: str, *, details: str = "", console: Console | None = None) -> Progress:
-    """A bar between two texts, in both of which rich fills a task's values in, such as {task.description}."""
+    """A bar between two texts in which rich fills in a task's values, such as {task.description}."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(TextColumn(title), *columns, TextColumn(details), console=console)
 
 
 def with_progress(title: str, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The batches; a bar counts what is in those that are done. No batches, no bar."""
+    """Yields the batches; a bar counts the items of finished ones. No batches, no bar."""
     if not batches:
         return
     with progress_bar(title) as bar:

@@ -1,4 +1,4 @@
-"""What a result must carry to be believed: code, versions, machine, settings."""
+"""What a result needs to be reproducible: code, versions, machine, settings."""
 
 import hashlib
 import os
@@ -39,9 +39,9 @@ def _cpu() -> str:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A digest of a module's weights, their names, types and shapes: what responses and samples of it depend on.
+    """A digest of a module's weights, their names, dtypes and shapes: what its responses and samples depend on.
 
-    Of the bytes, one tensor after the other: the same on every device and with any number of threads.
+    It hashes the bytes tensor by tensor, so it is the same on every device and with any number of threads.
     """
     digest = hashlib.sha256()
     for name, weight in sorted(module.state_dict().items()):

@@ -1,8 +1,8 @@
-"""What Hydra finds in no folder: the pages under recipes/, and the decoders of conf/decoder_variants.yaml.
+"""Config groups that Hydra cannot find itself: the pages in recipes/, and the decoders of conf/decoder_variants.yaml.
 
-A page is merged in three places (conf/train.yaml has the order): its `defaults` as recipe/<name>, its body as
-page/<name>, before what swaps parts of it (data, schedule, hardware), and what stands under `real` as
-real/<name>_<data>, behind data=<data>. So data=gsm8k overrides the page's numbers, and a recipe of one's own both.
+A page is merged in three places (conf/train.yaml has the order): its `defaults` as recipe/<name>; its body as
+page/<name>, before the groups that replace parts of it (data, schedule, hardware); its `real` section as
+real/<name>_<data>, after data=<data>. So data=gsm8k overrides the page's numbers, and a custom recipe overrides both.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 
 from dspec.errors import UserError
 
-REAL_DATA = ("gsm8k", "jsonl")  # data of conf/data with which a page's `real` counts
+REAL_DATA = ("gsm8k", "jsonl")  # choices of conf/data for which a page's `real` section applies
 _LOGGING = {  # plain messages on stdout, for every program
     "version": 1,
     "formatters": {"plain": {"format": "%(message)s"}},
@@ -24,7 +24,7 @@ _LOGGING = {  # plain messages on stdout, for every program
 
 
 def pages(folder: Path) -> list[Path]:
-    """The recipes under `folder`; composed/ holds what comes out of them."""
+    """The recipes under `folder`, without composed/ (generated from them)."""
     return sorted(path for path in folder.rglob("*.yaml") if path.parent.name != "composed")
 
 
@@ -35,13 +35,13 @@ def store_recipes(folder: Path) -> None:
     for path in pages(folder):
         page, name = yaml.safe_load(path.read_text("utf-8")), path.stem
         group = "/".join(("recipe", *path.relative_to(folder).parts[:-1]))
-        if group == "recipe":  # of conf/train.yaml
+        if group == "recipe":  # a page for conf/train.yaml
             page = _split(store, name, page)
         store.store(group=group, name=name, node=page, package="_global_")
 
 
 def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any]:
-    """Stores the body and `real`; what is left are the defaults, which name both."""
+    """Stores the body and `real`; returns the defaults, which name both."""
     defaults, real = page.pop("defaults", []), page.pop("real", {})
     store.store(group="page", name=name, node=page, package="_global_")
     for data in REAL_DATA:
@@ -50,9 +50,9 @@ def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any
 
 
 def store_variants(table: Path, decoders: Path) -> None:
-    """Makes each line of `table` a choice of the group `decoder`: a file of `decoders` with what the line changes.
+    """Makes each line of `table` a choice of the group `decoder`: a file of `decoders` with the line's changes.
 
-    Raises UserError for a line that sets what its decoder does not have.
+    Raises UserError for a line that sets a key its decoder does not have.
     """
     lines = variants(table)
     for name, line in lines.items():
@@ -69,5 +69,5 @@ def store_variants(table: Path, decoders: Path) -> None:
 
 
 def variants(table: Path) -> dict[str, dict[str, Any]]:
-    """Lines of conf/decoder_variants.yaml by name."""
+    """The lines of conf/decoder_variants.yaml by name."""
     return dict(yaml.safe_load(table.read_text("utf-8")))

@@ -1,17 +1,17 @@
-"""Every seed that dspec derives from a run's root seed: what is drawn hangs on names and numbers, never on order.
+"""All seeds derived from a run's root seed: random draws depend on names and numbers, never on order.
 
-Whoever draws asks here, so that two uses never share a stream by accident; tests/test_seeding.py pins the numbers.
+All of them are defined here so that no two uses share a stream by accident; tests/test_seeding.py pins the numbers.
 """
 
 import hashlib
 
 import numpy as np
 
-_VALIDATION = 2**31  # where a training row has the number of its batch, validation has this and then its own
+_VALIDATION = 2**31  # takes the place of the batch number, which follows it: validation never shares a training seed
 
 
 def prompt_seed(seed: int, prompt_id: str) -> int:
-    """For decoding one prompt: depends on nothing but its id and the root seed."""
+    """For decoding one prompt: depends only on its id and the root seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:6], "big")
 
 
@@ -21,12 +21,12 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def training_row_seed(seed: int, batch: int, row: int) -> int:
-    """For what a method draws for one row of one batch; `row` counts over all ranks together."""
+    """For a method's randomness in one row of one batch; `row` counts across all ranks."""
     return _mixed(seed, batch, row)
 
 
 def validation_row_seed(seed: int, batch: int, row: int) -> int:
-    """The same for a validation batch: equal each time, and none of training's."""
+    """The same for a validation batch: identical in every validation, and never one of training's."""
     return _mixed(seed, _VALIDATION, batch, row)
 
 
@@ -41,7 +41,7 @@ def corpus_seed(seed: int, *, task: str, split: str, unseen: bool) -> str:
 
 
 def corpus_order_seed(seed: int, *, split: str) -> str:
-    """For shuffling the tasks of a split together."""
+    """For shuffling a split's examples across tasks."""
     return f"{seed}/corpus/{split}"
 
 

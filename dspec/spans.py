@@ -1,6 +1,6 @@
-"""Where a decoder's time goes: spans that cost next to nothing until a Profile listens.
+"""Where a decoder's time goes: spans that cost next to nothing unless a Profile is active.
 
-One Profile at a time; the times of nested spans stand under paths such as "verify/attention".
+One Profile at a time; nested spans are recorded under paths such as "verify/attention".
 """
 
 import time
@@ -10,7 +10,7 @@ import torch
 
 
 class Profile:
-    """Sums the seconds of each span while it is entered; waits for the device at both ends of every span."""
+    """Sums the seconds of each span while active; synchronises the device at both ends of every span."""
 
     _active: "Profile | None" = None
 

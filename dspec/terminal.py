@@ -1,11 +1,11 @@
-"""Keeping the terminal for what the user asked for."""
+"""Keeps library output off the terminal."""
 
 import logging
 import warnings
 
 
 def quiet() -> None:
-    """Leaves the terminal to the progress bar and the table."""
+    """Silences libraries, so that the terminal shows only our progress bar and tables."""
     from transformers.utils.logging import disable_progress_bar
 
     for name in ("lightning.pytorch", "lightning.fabric", "transformers", "httpx", "datasets"):

@@ -1,9 +1,9 @@
-"""The main job: train a method, calibrate it, evaluate it beside its baselines, and report.
+"""The main job: train a method, calibrate it, evaluate it against its baselines, and report.
 
     python -m dspec.train recipe=dspark
     python -m dspec.train resume=runs/dspark/<time>
 
-The work is training/stages.py's, imported once the config has been looked at: a mistake is answered before torch loads.
+The work is done in training/stages.py, imported after the config is checked: mistakes are reported before torch loads.
 """
 
 from omegaconf import DictConfig

@@ -1,4 +1,4 @@
-"""Noise schedules of Jacobi Forcing side by side: eval/reports/schedules.py.
+"""Compares noise schedules of Jacobi Forcing: eval/reports/schedules.py.
 
 python -m eval.ablation runs/sweep/<time>/*/
 """

@@ -1,11 +1,11 @@
-"""What dspec's own forms of the heavy parts save: each beside its plain form, in one process, turn by turn.
+"""What dspec's optimised forms of the heavy parts save: each against its plain form, alternating in one process.
 
     python -m eval.benchmarks_speed                      (all, on the CPU; minutes)
-    python -m eval.benchmarks_speed --only step prefill  (cases whose name begins so)
+    python -m eval.benchmarks_speed --only step prefill  (cases whose name starts with these)
 
 Times are medians over repeats in which the two forms alternate; a ratio below 1 is a gain. Peak memory is what one
-call adds to the resident memory of a process of its own (Linux: VmHWM after it less VmRSS before it), for the cases
-that are about memory. Leaves a JSON file with the machine, the versions and all numbers.
+call adds to the resident memory of a separate process (Linux: VmHWM after it minus VmRSS before it), for cases where
+memory matters. Writes a JSON file with the machine, the versions and all numbers.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def cases(*, small: bool) -> Mapping[str, tuple[Build, tuple[str, ...], bool]]:
-    """Name -> how it is built, in which types, and whether its memory is measured. `small` shrinks all to a try."""
+    """Name -> (builder, dtypes, whether memory is measured). `small` shrinks all cases to a smoke test."""
 
     def sizes(large: int, tiny: int) -> int:
         return tiny if small else large
@@ -83,7 +83,7 @@ def cases(*, small: bool) -> Mapping[str, tuple[Build, tuple[str, ...], bool]]:
 
 
 def time_forms(pair: Pair, *, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each form; the forms alternate, a first call of each warms up."""
+    """Median milliseconds of each form; the forms alternate, after a warm-up call of each."""
     times: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in range(repeats + 1):
         for form in FORMS:
@@ -99,7 +99,7 @@ def _kib(field: str) -> int:
 
 
 def added_memory(build: Build, dtype: torch.dtype, form: str) -> float:
-    """MiB that the first call of a form adds to this process at its peak."""
+    """MiB that the first call of a form adds to this process's peak memory."""
     run = getattr(build(dtype), form)
     before = _kib("VmRSS")
     run()
@@ -107,7 +107,7 @@ def added_memory(build: Build, dtype: torch.dtype, form: str) -> float:
 
 
 def _peak(name: str, dtype: str, form: str, args: argparse.Namespace) -> float:
-    """`added_memory` in a process of its own."""
+    """`added_memory` in a separate process."""
     command = [sys.executable, "-m", "eval.benchmarks_speed", "--peak", name, dtype, form]
     command += ["--threads", str(args.threads), *(["--small"] if args.small else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -117,7 +117,7 @@ def _peak(name: str, dtype: str, form: str, args: argparse.Namespace) -> float:
 
 
 def row(name: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One case in one type: milliseconds and MiB of both forms, and ours over plain."""
+    """One case in one dtype: milliseconds and MiB of both forms, and the ratio of ours to plain."""
     build, _, about_memory = cases(small=args.small)[name]
     found = time_forms(build(getattr(torch, dtype)), repeats=args.repeats)
     line: dict[str, Any] = {"case": name, "dtype": dtype, "milliseconds": found, "time": found["ours"] / found["plain"]}
@@ -129,7 +129,7 @@ def row(name: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    result = Table(title="ours beside the plain form: below 1 is a gain", title_justify="left")
+    result = Table(title="ours against the plain form: below 1 is a gain", title_justify="left")
     result.add_column("case")
     for name in ("dtype", "plain ms", "ours ms", "time", "plain MiB", "ours MiB", "memory"):
         result.add_column(name, justify="right")
@@ -149,11 +149,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All chosen cases; the file is written anew after each."""
+    """Runs the selected cases; the file is rewritten after each."""
     known = cases(small=args.small)
     chosen = [name for name in known if args.only is None or name.startswith(tuple(args.only))]
     if not chosen:
-        raise UserError(f"no case begins with {' or '.join(args.only)}; there are: {'; '.join(known)}")
+        raise UserError(f"no case starts with {' or '.join(args.only)}; the cases are: {'; '.join(known)}")
     if args.repeats < 1 or args.threads < 1:
         raise UserError("--repeats and --threads must be at least 1")
     if any("bfloat16" in known[name][1] for name in chosen):
@@ -174,12 +174,12 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.benchmarks_speed", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name begins so (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name starts with these (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each form (default: 5)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch (default: its own)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (default: torch's)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks_speed.json"), help="the JSON file")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: whether it runs, not how fast")
-    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # one form's memory, in a process of its own
+    parser.add_argument("--small", action="store_true", help="tiny sizes: a smoke test, no timing")
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # one form's memory, in a separate process
     args = parser.parse_args(argv)
     with one_line_errors():
         torch.set_num_threads(args.threads)

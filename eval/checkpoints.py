@@ -1,4 +1,4 @@
-"""What a folder given as `checkpoint=` is, and whether it can be evaluated as asked. Imports nothing heavy."""
+"""What kind of folder `checkpoint=` is, and whether it can be evaluated as requested. Imports nothing heavy."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from dspec.old_names import renamed
 
 
 def draft_folder(checkpoint: Path) -> Path | None:
-    """Where the drafter of a run folder (or of a drafter's own folder) is; None for a run that trained a target."""
+    """The drafter's folder in a run folder (or the folder itself); None for a run that trained a target."""
     if not checkpoint.is_dir():
-        raise UserError(f"no checkpoint at {checkpoint}: give a run folder, or a drafter's folder with config.json")
+        raise UserError(f"no checkpoint at {checkpoint}: pass a run folder, or a drafter's folder with config.json")
     if (checkpoint / "draft").is_dir():
         return checkpoint / "draft"
     if has_target(checkpoint):
@@ -39,7 +39,7 @@ def run_config(checkpoint: Path | None) -> dict[str, Any]:
             try:
                 config = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise UserError(f"{path} is not JSON ({error}): restore it, or take another checkpoint") from error
+                raise UserError(f"{path} is not JSON ({error}): restore it, or use another checkpoint") from error
             if isinstance(config, dict) and "method" in config and "target" in config:
                 return dict(renamed(config))
     return {}
@@ -50,32 +50,32 @@ def checkpoint_of(cfg: DictConfig) -> Path | None:
 
 
 def check_model(cfg: DictConfig) -> None:
-    """Raises UserError unless `target` and `checkpoint` say together what is decoded."""
+    """Raises UserError unless `target` and `checkpoint` together determine the model to decode."""
     checkpoint = checkpoint_of(cfg)
     named = "_target_" in (cfg.get("target") or {})
     if checkpoint is None:
         if not named:
-            raise UserError("nothing to evaluate: say target=<name>, checkpoint=<run folder>, or both")
+            raise UserError("nothing to evaluate: set target=<name>, checkpoint=<run folder>, or both")
         return
     folder, stored = draft_folder(checkpoint), run_config(checkpoint)
     if folder is None and named:
         raise UserError(
-            f"{checkpoint} has trained a target of its own: leave target= out (decoder=[base_autoregressive,...] runs "
-            "its base beside it; for the base alone leave checkpoint= out)"
+            f"{checkpoint} trained the target itself: leave target= out (decoder=[base_autoregressive,...] also runs "
+            "its base; for the base alone leave checkpoint= out)"
         )
     if "target" in stored and not isinstance(stored["target"], dict):
-        raise UserError(f"{checkpoint}/config.json names no target: restore it, or take another checkpoint")
+        raise UserError(f"{checkpoint}/config.json names no target: restore it, or use another checkpoint")
     if folder is None and not stored:
         raise UserError(
             f"{checkpoint}/config.json is missing, or not a run's: restore it, or evaluate the model alone: "
             f"target=hf target.path={checkpoint}/target"
         )
     if not stored and not named:
-        raise UserError(f"{checkpoint} does not say which target it belongs to: add target=<name>")
+        raise UserError(f"{checkpoint} does not name its target: add target=<name>")
 
 
 def check_arguments(cfg: DictConfig) -> None:
-    """What can be seen wrong with conf/eval.yaml's keys before torch is imported. Raises UserError."""
+    """Raises UserError for mistakes in conf/eval.yaml's keys that can be found before torch is imported."""
     if "benchmark" not in cfg:
-        raise UserError("nothing to evaluate on: say benchmark=<name> or benchmark=[<name>,...]; --help lists them")
+        raise UserError("nothing to evaluate on: set benchmark=<name> or benchmark=[<name>,...]; --help lists them")
     check_model(cfg)

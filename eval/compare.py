@@ -1,4 +1,4 @@
-"""Methods over runs and their paired differences: eval/reports/comparison.py.
+"""Compares methods across runs, with paired differences: eval/reports/comparison.py.
 
 python -m eval.compare runs/sweep/<time>/*/       (folders of finished runs)
 """

@@ -1,8 +1,8 @@
 """The decoders that configs name: each function takes the keys of its file in conf/decoder.
 
-`weights` says which model decodes: the trained target, or its base before training. `base` gives that base; it is
-called when a decoder of it is first built, so that no training run holds a second model, and all decoders are handed
-the same (instantiate_decoders in dspec/config.py).
+`weights` selects the model that decodes: the trained target, or its base before training. `base()` returns that base;
+it is loaded when its first decoder is built, so that no training run holds a second model, and shared by all decoders
+(instantiate_decoders in dspec/config.py).
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ ANY_SUBSET = "any_subset"  # the serial decoder of texts that are filled in at c
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A line of the table: its label, and `build(target=, draft=)` for its decoder.
+    """A row of the table: its label, and `build(target=, draft=)` for its decoder.
 
-    `infills` says whether it fills holes at any positions; all others write from left to right. `baseline` names the
-    decoder of the same weights at one token per pass: mismatches and speedup refer to it.
+    `infills`: whether it can fill holes at any positions; all others write left to right. `baseline` names the decoder
+    of the same weights at one token per pass: mismatches and speedup are relative to it.
     """
 
     label: str
@@ -45,7 +45,7 @@ def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
 def speculative(
     *, label: str, weights: str, base: Base, sequential_head: bool, refinement_passes: int, confidence_threshold: float
 ) -> DecoderSpec:
-    """The trained drafter, with or without its sequential head; a threshold of 0 verifies every draft."""
+    """Speculative decoding with the drafter, with or without its sequential head; threshold 0 verifies every draft."""
     settings: dict[str, Any] = {
         "sequential_head": sequential_head,
         "refinement_passes": refinement_passes,
@@ -70,7 +70,7 @@ def jacobi(
     pool_size: int,
     candidates: int,
 ) -> DecoderSpec:
-    """The target's own tokens, several per pass; the drafter is not used."""
+    """Jacobi decoding: several of the target's own tokens per pass; the drafter is not used."""
     config = JacobiConfig(
         block_size=block_size, blocks=blocks, activation=activation, pool_size=pool_size, candidates=candidates
     )
@@ -92,7 +92,7 @@ def assd(
 
 
 def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = AR) -> DecoderSpec:
-    """Refers to the decoder `serial` of the same weights. Raises UserError for `weights` that are neither."""
+    """The baseline is the decoder `serial` of the same weights. Raises UserError for unknown `weights`."""
     if weights not in ("trained", "base"):
         raise UserError(f"{label}: weights={weights} must be trained (the target after training) or base (before it)")
     if weights == "trained":
@@ -104,5 +104,5 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = A
 
 
 def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:
-    """What `build` makes of the base, in the trained target's dtype and on its device; a drafter is the target's."""
+    """`build` on the base, in the trained target's dtype and on its device; without the target's drafter."""
     return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})

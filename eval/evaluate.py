@@ -1,8 +1,8 @@
-"""Every decoder on the same prompts, batch by batch in turn, each sample written as it is done.
+"""Runs every decoder on the same prompts, alternating batch by batch; each sample is written as soon as it is done.
 
-Timing leaves out the warm-up and the verdicts, and waits for CUDA; which decoder goes first changes from batch to
-batch. Whether our AR loop keeps up with transformers' own, to which speedups refer, is eval/gate.py; what the samples
-amount to is eval/rows.py, the form of results.json eval/results.py.
+Timing excludes warm-up and verdicts, and synchronises CUDA; the order of decoders rotates from batch to batch. The
+check that our AR loop, the baseline of speedups, keeps up with transformers' own is in eval/gate.py, the statistics
+over samples in eval/rows.py, the format of results.json in eval/results.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +53,9 @@ class Evaluation:
         generate_floor: float,
         seed: int,
     ) -> None:
-        """`limit` keeps the first prompts of each benchmark. `warmup` batches are decoded untimed first. Our AR loop
-        must reach `generate_floor` of the tokens per second of transformers' generate, measured on at most
-        `generate_prompts` batches (0: not measured), else speedups are marked."""
+        """`limit` uses only the first prompts of each benchmark. `warmup` batches are decoded untimed first. Our AR
+        loop must reach a fraction `generate_floor` of the tokens per second of transformers' generate, measured on at
+        most `generate_prompts` batches (0: not measured), else speedups are marked."""
         if batch_size < 1:
             raise UserError(f"evaluation.batch_size={batch_size} must be at least 1")
         if limit is not None and limit < 1:
@@ -74,10 +74,10 @@ class Evaluation:
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
     ) -> dict[str, Prompts]:
-        """Items and their prompt ids, by benchmark. Raises UserError without plain AR or another serial decoder that
-        speedups refer to, for a benchmark without prompts, and for a prompt that does not fit the context."""
+        """Items and their prompt ids, by benchmark. Raises UserError if plain AR or another baseline is missing, for a
+        benchmark without prompts, and for a prompt that does not fit the context."""
         if lacking := sorted({c.baseline for c in specs.values()} - specs.keys()):
-            raise UserError(f"decoder must contain {', '.join(lacking)}, which others in it are measured against")
+            raise UserError(f"decoder must contain {', '.join(lacking)}, the baseline of others in it")
         encoded = {
             name: [
                 (item, encode(target.tokenizer, benchmark, item, policy)) for item in benchmark.items()[: self.limit]
@@ -111,10 +111,10 @@ class Evaluation:
         settings: Mapping[str, Any],
         accepted: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """What results.json holds: the rows and, with `run`, where they come from.
+        """The content of results.json: the rows and, with `run`, their provenance.
 
-        samples.jsonl and results.json grow in `folder`, and what they hold already is gone on from if it was written
-        with the same settings, weights and data; `accepted` is called once that is known.
+        samples.jsonl and results.json grow in `folder`; existing content is resumed from if it was written with the
+        same settings, weights and data; `accepted` is called once that is known.
         """
         run = {**run, "benchmarks": {name: benchmark.source() for name, benchmark in benchmarks.items()}}
 
@@ -153,9 +153,9 @@ class Evaluation:
     ) -> tuple[list[Row], Check]:
         """All rows, and the check of our AR loop against transformers' generate.
 
-        Goes on from what `samples` (a JSONL file) holds; then `kept_check`, of the session that timed them, stands.
-        Raises UserError, before `accepted` is called, where they were written with other settings, weights or data.
-        `grown` is called with the rows so far: none at first, then whenever a benchmark is done at a temperature.
+        Resumes from existing `samples` (a JSONL file); then `kept_check`, from the session that timed them, is used.
+        Raises UserError, before `accepted` is called, if they were written with other settings, weights or data.
+        `grown` is called with the rows so far: none at first, then after each benchmark and temperature.
         """
         with Meter("evaluation") as meter, torch.inference_mode():
             meter.phase("reading weights and prompts")
@@ -227,7 +227,7 @@ class Evaluation:
         log: SampleLog,
         meter: Meter,
     ) -> bool:
-        """Decodes what `log` lacks; whether there was anything."""
+        """Decodes what is missing from `log`; returns whether anything was."""
         strings, temperature = StopStrings(target.tokenizer, benchmark.stop), sampling.temperature
 
         def answer(decoder: Decoder, batch: Prompts) -> list[Generation]:
@@ -316,7 +316,7 @@ class Evaluation:
 
 
 def _data(benchmark: Benchmark) -> dict[str, Any]:
-    """What of a benchmark's data the verdicts depend on; the prompts are compared one by one."""
+    """The part of a benchmark's provenance that verdicts depend on; prompts are compared one by one."""
     source = benchmark.source()
     return {key: source.get(key) for key in ("sha256", "prompt")}
 
@@ -332,6 +332,6 @@ def _able(specs: Mapping[str, DecoderSpec], prompts: Prompts) -> list[str]:
 
 
 def rotated(order: Sequence[T], by: int) -> list[T]:
-    """Each in turn goes first: what one pays for following another evens out."""
+    """Rotates the order so that each goes first in turn: effects of running after another average out."""
     at = by % len(order)
     return [*order[at:], *order[:at]]

@@ -1,7 +1,7 @@
-"""Does our AR loop keep up with transformers' own generate? Else every speedup over it would flatter.
+"""Checks that our AR loop keeps up with transformers' own generate; otherwise speedups over it would be inflated.
 
-Both decode the same batches greedily, in turn, at the batch size of the evaluation, until the interval of the median
-ratio lies on one side of the floor.
+Both decode the same batches greedily, alternating, at the batch size of the evaluation, until the interval of the
+median ratio lies on one side of the floor.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from eval.intervals import median_interval
 
 
 def timed(target: LanguageModel, work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` gives, and its seconds; waits for CUDA."""
+    """The result of `work` and its seconds; synchronises CUDA."""
     _synchronise(target)
     start = time.perf_counter()
     result = work()
@@ -45,9 +45,9 @@ def against_generate(
     floor: float,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Tokens per second of our AR loop over those of transformers' generate: the median over at most `most` batches
-    (batches of one: prompts; they come round again where there are fewer), its 95 % interval, and whether it reaches
-    `floor`. `trusted` is None where `most` is 0 and nothing was measured. `tick` is called after each batch."""
+    """Ratio of our AR loop's tokens per second to those of transformers' generate: the median over at most `most`
+    batches (cycling through them if there are fewer), its 95 % interval, and whether it reaches `floor`. `trusted` is
+    None if `most` is 0 and nothing was measured. `tick` is called after each batch."""
     ratios: list[float] = []
     interval: list[float] | None = None
     if most:
@@ -89,7 +89,7 @@ def _ratio(
 
 
 def _generate(target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> int:
-    """Number of tokens, up to and including each row's first stop, that transformers' own greedy generate gives."""
+    """Number of tokens, up to and including each row's first stop, from transformers' own greedy generate."""
     return sum(map(len, generated(target, batch, max_new_tokens, stop_ids)))
 
 

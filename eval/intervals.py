@@ -1,4 +1,4 @@
-"""95 % intervals: of a share, a statistic of resampled prompts, a mean difference, a median. Pure functions."""
+"""95 % intervals: of a proportion, a bootstrapped statistic, a mean difference, a median. Pure functions."""
 
 import math
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dspec.errors import UserError
 
-Statistic = Callable[[Sequence[int]], float | None]  # of the units (prompts or batches) with these indices
+Statistic = Callable[[Sequence[int]], float | None]  # takes indices of units (prompts or batches)
 
 # two-sided 95 % quantiles of Student's t for 1..9 degrees of freedom
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -14,7 +14,7 @@ _Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 def wilson(right: int, n: int) -> list[float] | None:
-    """Wilson's score interval of a share; None for no trials. It has a width at 0 and at n of n, too."""
+    """Wilson's score interval of a proportion; None without trials. Its width is positive even at 0 and at n of n."""
     if not n:
         return None
     share, z = right / n, _Z95
@@ -24,8 +24,8 @@ def wilson(right: int, n: int) -> list[float] | None:
 
 
 def bootstrap(statistic: Statistic, units: int, *, seed: int, resamples: int = 1000) -> list[float] | None:
-    """2.5 % and 97.5 % quantiles of `statistic` over resampled unit indices; None for no units."""
-    import torch  # readers of results need no torch
+    """2.5 % and 97.5 % quantiles of `statistic` over resampled unit indices; None without units."""
+    import torch  # not needed for reading results
 
     if not units:
         return None
@@ -45,7 +45,7 @@ def student(differences: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _t_quantile(freedom: int) -> float:
-    """Beyond the table by Cornish and Fisher's expansion, right to three decimals there."""
+    """Beyond the table by the Cornish-Fisher expansion, accurate to three decimals there."""
     if freedom <= len(_T95):
         return _T95[freedom - 1]
     z = _Z95
@@ -53,7 +53,7 @@ def _t_quantile(freedom: int) -> float:
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:
-    """Of a median, by order statistics, whatever the distribution; None for fewer than six values."""
+    """Interval of a median by order statistics, distribution-free; None for fewer than six values."""
     n, below, k = len(values), 0.0, 0
     while (below := below + math.comb(n, k) / 2**n) <= 0.025:
         k += 1

@@ -27,7 +27,7 @@ from eval.rows import acceptance, counts
 
 log = logging.getLogger(__name__)
 
-# keys of conf/eval.yaml that lm-eval decides in other ways
+# keys of conf/eval.yaml that lm-eval sets by other means
 _LM_EVALS_OWN = {"benchmark": "--tasks", "limit": "--limit", "evaluation": "--gen_kwargs"}
 
 
@@ -36,12 +36,12 @@ class DspecLM(TemplateLM):
     """A target with one of our decoders, as lm-eval sees a model."""
 
     def __init__(self, *, batch_size: int | str = 1, device: object = None, **args: Any) -> None:
-        """`args` are overrides of conf/eval.yaml. `device` is lm-eval's default, that of its command line is refused
-        (eval/lm_eval.py): the target's config says where it runs."""
+        """`args` are overrides of conf/eval.yaml. `device` is always lm-eval's default and ignored, since --device is
+        rejected (eval/lm_eval.py): the target's config sets the device."""
         super().__init__()
         if wrong := [key for key in args if key.partition(".")[0] in _LM_EVALS_OWN]:
             instead = _LM_EVALS_OWN[wrong[0].partition(".")[0]]
-            raise UserError(f"model_args has {wrong[0]}, which lm-eval decides: give {instead} instead")
+            raise UserError(f"model_args has {wrong[0]}, which lm-eval sets: use {instead} instead")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
         decoder = args.pop("decoder", "autoregressive")
@@ -59,7 +59,7 @@ class DspecLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context follows; the same token as in lm-eval's model class for Hugging Face."""
+        """The token before a text without context; the same as in lm-eval's Hugging Face model class."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -72,7 +72,7 @@ class DspecLM(TemplateLM):
         return self.target.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """A chat template has put the BOS token there already: it is not added twice."""
+        """A chat template has already added the BOS token: it is not added twice."""
         bos = self.tokenizer.bos_token
         special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
@@ -116,7 +116,7 @@ class DspecLM(TemplateLM):
         return answers
 
     def _seeds(self, requests: Sequence[Any]) -> list[int]:
-        """One per request: lm-eval asks for k samples of a prompt by the same request k times."""
+        """One per request: lm-eval requests k samples of a prompt by repeating the request k times."""
         asked: Counter[str] = Counter()
         seeds = []
         for prompt in (request.args[0] for request in requests):
@@ -156,7 +156,7 @@ class DspecLM(TemplateLM):
         rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in requests]
         if longest := max((len(c) for *_, c in requests if len(c) > self.max_length), default=0):
             raise UserError(f"{longest} tokens to score do not fit the {self.max_length} positions")
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # batches of like lengths
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # batches of similar length
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         for batch in track(batches, "scoring", disable=disable_tqdm):
             width = max(len(rows[i]) for i in batch) - 1

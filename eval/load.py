@@ -1,4 +1,4 @@
-"""What is evaluated: a target, its drafter, and how chat prompts are put to it, from `target` and `checkpoint`."""
+"""Loads what is evaluated: a target, its drafter and the prompt policy, from `target` and `checkpoint`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from eval.checkpoints import check_model, checkpoint_of, draft_folder, has_targe
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What is evaluated; `label` is the drafter's, or the training method's, name in the table."""
+    """The models under evaluation; `label` is the name of the drafter or training method in the table."""
 
     target: LanguageModel
     draft: Draft | None
@@ -25,10 +25,10 @@ class LoadedModel:
 
 
 def load_model(cfg: DictConfig) -> LoadedModel:
-    """What `target`, `checkpoint`, `layout`, `label` and `policy` of conf/eval.yaml say; raises UserError.
+    """The model given by `target`, `checkpoint`, `layout`, `label` and `policy` of conf/eval.yaml; raises UserError.
 
-    What decoders refer to is filled into `cfg` from the checkpoint's run where the command line does not say it:
-    `label`, `target` (where the run trained the target's weights: its base) and `data.block_size`.
+    Keys that decoders refer to are filled into `cfg` from the checkpoint's run if the command line does not set them:
+    `label`, `target` (if the run trained the target's weights: its base) and `data.block_size`.
     """
     check_model(cfg)
     checkpoint = checkpoint_of(cfg)
@@ -48,14 +48,14 @@ def _fill_in(cfg: DictConfig, stored: dict[str, Any], folder: Path | None) -> No
     data = stored.get("data") or {}
     with open_dict(cfg):
         cfg.label = cfg.label or stored.get("label") or (folder.name if folder is not None else "draft")
-        if "_target_" not in (cfg.get("target") or {}):  # perhaps +target.dtype=... alone
+        if "_target_" not in (cfg.get("target") or {}):  # possibly only +target.dtype=...
             cfg.target = OmegaConf.merge(stored["target"], cfg.get("target") or {})
         if "block_size" in data:
             cfg.data = {"block_size": data["block_size"]}
 
 
 def _target(node: DictConfig, checkpoint: Path | None) -> LanguageModel:
-    """The target that a run trained, in the dtype and on the device of `node`, its base; else `node` itself."""
+    """The target that a run trained, with dtype and device of `node` (its base); without such a run, `node` itself."""
     if checkpoint is None or not has_target(checkpoint) or (checkpoint / "draft").is_dir():
         return instantiate(node)
     path = str(checkpoint / "target")

@@ -1,4 +1,4 @@
-"""One evaluation as conf/eval.yaml (or speed.yaml) describes it: what the config names, wired together."""
+"""Runs one evaluation as described by conf/eval.yaml (or speed.yaml)."""
 
 import logging
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation ran and found; `results` is what results.json holds."""
+    """What an evaluation ran and measured; `results` is the content of results.json."""
 
     loaded: LoadedModel
     specs: dict[str, DecoderSpec]
@@ -35,9 +35,9 @@ class EvaluationResult:
 
 
 def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir: Path) -> EvaluationResult:
-    """Runs what `cfg` names on `benchmarks`; plain AR comes along. samples.jsonl and results.json grow in `run_dir`."""
+    """Runs the decoders of `cfg`, and plain AR, on `benchmarks`. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
-    torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
+    torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     evaluation = instantiate(cfg.evaluation)
     loaded = load_model(cfg)
     target = loaded.target

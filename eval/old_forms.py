@@ -1,7 +1,7 @@
 """What `python -m eval.benchmarks_speed` measures: pairs of forms with the same result, the plain one and dspec's.
 
-The plain forms are short references that live here alone; what dspec runs is called as it is. Models are random: what
-is measured does not depend on weights.
+The plain forms are short references that exist only here; dspec's are called as they are. Models are random: the
+measurements do not depend on weights.
 
 Legend: B = rows, L = positions, N = anchors, K = slots of a block, P = supervised slots, D = width, V = vocabulary.
 """
@@ -64,7 +64,7 @@ def plain_loss(
 
 
 def dense_blocks(anchor_BN: Tensor, *, context: int, block: int) -> Tensor:
-    """The training mask as one table."""
+    """The training mask as one dense tensor."""
     (B, N), device = anchor_BN.shape, anchor_BN.device
     predicate = masks.draft_blocks(anchor_BN, torch.full((B,), context, device=device), block=block)
     return masks.dense(predicate, batch=B, queries=N * block, keys=context + N * block, device=device)
@@ -106,7 +106,7 @@ def _target(
 
 
 def loss(dtype: torch.dtype, *, vocab: int, rows: int, width: int = 256, rank: int = 64) -> Pair:
-    """The loss alone, value and gradients of hidden states, codes and W2."""
+    """The loss alone: its value and the gradients of hidden states, codes and W2."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -184,7 +184,7 @@ def _unfolded(run: Form) -> Form:
 
 @torch.inference_mode()
 def few_queries(dtype: torch.dtype, *, queries: int, rows: int, context: int) -> Pair:
-    """Attention of a few queries over a cache, nine heads over three as SmolLM2-135M has them."""
+    """Attention of a few queries over a cache, with nine query and three key-value heads as in SmolLM2-135M."""
     q, k, v = (
         torch.randn(rows, n, heads, 64).to(dtype).transpose(1, 2)
         for n, heads in ((queries, 9), (context, 3), (context, 3))
@@ -198,7 +198,7 @@ def few_queries(dtype: torch.dtype, *, queries: int, rows: int, context: int) ->
 
 @torch.inference_mode()
 def ar_pass(dtype: torch.dtype, *, rows: int, context: int, layers: int = 30) -> Pair:
-    """One autoregressive pass with its head, of SmolLM2-135M's shape."""
+    """One autoregressive pass including the LM head, in SmolLM2-135M's shape."""
     target = _target(dtype, vocab=49152, width=576, layers=layers, heads=(9, 3), positions=2 * context)
     cache, ids = target.new_cache(), torch.randint(49152, (rows, context))
     target(ids, cache=cache)
@@ -226,7 +226,7 @@ def prefill(dtype: torch.dtype, *, rows: int, length: int, layers: int = 8) -> P
 
 @torch.inference_mode()
 def head_rows(dtype: torch.dtype, *, rows: int, vocab: int, width: int = 576) -> Pair:
-    """An LM head on as many rows."""
+    """An LM head on this many rows."""
     head, x = nn.Linear(width, vocab, bias=False).to(dtype), torch.randn(1, rows, width).to(dtype)
     ours = torch.inference_mode()(lambda: lm_logits(head, x))
     return Pair(torch.inference_mode()(lambda: head(x)), ours)

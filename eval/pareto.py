@@ -1,10 +1,10 @@
-"""One picture of finished runs: tokens per forward pass against quality, a marker per decoder.
+"""Plots finished runs: tokens per forward pass against quality, one marker per decoder.
 
     python -m eval.pareto docs/pareto.png runs/dspark/<time> runs/jacobi_forcing/<time>
     python -m eval.pareto t1.png runs/dspark/<time> --temperature 1
 
-Both are pooled over the benchmarks that all of the runs have, at one temperature. Runs are drawn together only if they
-asked the same prompts at the same commit; a line that several runs have with the same numbers (plain AR) is one marker.
+Both are pooled over the benchmarks that all runs have in common, at one temperature. Runs must have the same prompts
+and the same commit; a row that several runs share with the same numbers (plain AR) is one marker.
 """
 
 import argparse
@@ -23,9 +23,9 @@ Runs = Mapping[Path, Mapping[str, Any]]
 
 
 def pooled(runs: Runs, *, temperature: float) -> dict[str, Row]:
-    """Each decoder's row, pooled over the benchmarks that all runs share, by its label; with `name`, the decoder's.
+    """Each decoder's row by label, pooled over the benchmarks that all runs share; `name` is the decoder's.
 
-    Raises UserError for runs that share no benchmark with a verdict at this temperature.
+    Raises UserError if the runs share no benchmark with a verdict at this temperature.
     """
     tables = {
         folder: [r for r in run["rows"] if r["decoder"]["temperature"] == temperature and r["quality"] is not None]
@@ -45,9 +45,9 @@ def pooled(runs: Runs, *, temperature: float) -> dict[str, Row]:
 
 
 def check_comparable(runs: Runs) -> None:
-    """Raises UserError for runs of several commits, or whose benchmarks of one name have other prompts."""
+    """Raises UserError if the runs are of several commits, or a benchmark's prompts differ between them."""
     if len(commits := {str(run["run"]["git"]["sha"])[:7] for run in runs.values()}) > 1:
-        raise UserError(f"the runs are of commits {', '.join(sorted(commits))}: draw runs of one commit together")
+        raise UserError(f"the runs are of commits {', '.join(sorted(commits))}: plot only runs of one commit together")
     prompts: dict[str, set[Any]] = {}
     for run in runs.values():
         for row in run["rows"]:
@@ -55,19 +55,19 @@ def check_comparable(runs: Runs) -> None:
             prompts.setdefault(row["benchmark"], set()).add((row["n"], str(source.get("sha256"))))
     if odd := sorted(name for name, kinds in prompts.items() if len(kinds) > 1):
         raise UserError(
-            f"the runs asked other prompts of {', '.join(odd)}: give runs with the same benchmarks and limits"
+            f"the runs used different prompts of {', '.join(odd)}: pass runs with the same benchmarks and limits"
         )
 
 
 def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> str:
-    """Writes the picture as a PNG file and gives its points as text. Raises UserError for runs that cannot stand in
-    one picture."""
+    """Writes the plot as a PNG file and returns its points as text. Raises UserError for runs that cannot be plotted
+    together."""
     runs = {folder: load(folder) for folder in folders}
     check_comparable(runs)
     rows = pooled(runs, temperature=temperature)
     serial = next((row for name in (AR_OF_BASE, AR) for row in rows.values() if row["name"] == name), None)
     if serial is None:
-        raise UserError("no run has plain AR: quality has nothing to be held against")
+        raise UserError("no run has plain AR: quality has no reference")
     run = next(iter(runs.values()))
     low, high = wilson(round(serial["quality"] * serial["n"]), serial["n"]) or (0.0, 1.0)
     title = (

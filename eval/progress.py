@@ -1,4 +1,4 @@
-"""What a long job is doing, from its first second: a bar in a terminal, a plain line now and then elsewhere."""
+"""Progress of a long job from its first second: a bar in a terminal, an occasional plain line elsewhere."""
 
 import time
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from rich.console import Console
 
 from dspec.progress import progress_bar
 
-_SECONDS = 20.0  # between two plain lines about the same phase
+_SECONDS = 20.0  # between two plain lines of the same phase
 
 
 class Meter:
-    """A context. `phase` says what is being done, `expect` how much there is, `advance` what is done, `say` prints a
-    line that stays."""
+    """A context manager. `phase` sets the current activity, `expect` the total, `advance` counts finished units, `say`
+    prints a permanent line."""
 
     def __init__(
         self, title: str, *, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -34,7 +34,7 @@ class Meter:
             self._bar.stop()
 
     def expect(self, total: int, *, done: int) -> None:
-        """So many units in all, of which `done` are from an earlier run."""
+        """`total` units, of which `done` are from an earlier run."""
         self._total, self._before, self._done, self._start = total, done, done, self._clock()
         self._bar.update(self._task, total=total, completed=done)
 
@@ -53,7 +53,7 @@ class Meter:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _tell(self) -> None:
-        """The plain line: phase, how far, time passed and left."""
+        """Prints the plain line: phase, progress, time elapsed and remaining."""
         if self._console.is_terminal:
             return
         self._told = self._clock()

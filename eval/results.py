@@ -1,10 +1,10 @@
-"""results.json: its form, how it is put together, read and pooled. Imports nothing heavy.
+"""results.json: its format, and how it is assembled, read and pooled. Imports nothing heavy.
 
     {"schema": 2, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
 
 A row is one decoder on one benchmark at one temperature: counts over its prompts (COUNTS), ratios of these sums,
-quality, speed and intervals. What is pooled further (over benchmarks, over runs) is pooled from the counts by `pool`,
-so that no reader has to know how many tokens a prefill emits or which passes were rounds.
+quality, speed and intervals. Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the
+counts, so that no reader has to know how many tokens a prefill emits or which passes were rounds.
 """
 
 import json
@@ -17,8 +17,8 @@ from dspec.old_names import renamed
 
 SCHEMA = 2
 AR = "autoregressive"
-AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, where a method trains the target's own weights
-UNTRUSTED = "*"  # behind a speedup over an AR loop that does not keep up with transformers' generate
+AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, if a method trains the target's own weights
+UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up with transformers' generate
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
 
 Row = dict[str, Any]
@@ -32,16 +32,16 @@ def assemble(
     calibration: Mapping[str, Any] | None,
     complete: bool,
 ) -> dict[str, Any]:
-    """What results.json holds. `run` is where the numbers come from, `ar_check` what eval/gate.py found; `complete` is
-    False while benchmarks are left to evaluate."""
+    """The content of results.json. `run` is the provenance, `ar_check` the result of eval/gate.py; `complete` is False
+    while there are benchmarks left to evaluate."""
     run = {**run, "ar_check": ar_check, "complete": complete}
     return {"schema": SCHEMA, "run": run, "rows": list(rows), "calibration": calibration}
 
 
 def pool(parts: Iterable[Mapping[str, Any]]) -> Row:
-    """Sums of COUNTS over prompts, or over rows of results.json, and the ratios of these sums (design.md): tau = tokens
-    per round, tpf = tokens per forward pass that is not prefill, both without the tokens that prefills emitted, and
-    tpf_with_prefill = all tokens per all forward passes. A ratio over nothing is None."""
+    """Sums of COUNTS over prompts, or over rows of results.json, and ratios of these sums: tau = tokens per round,
+    tpf = tokens per forward pass that is not prefill, both without the tokens that prefills emitted, and
+    tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None."""
     parts = list(parts)
     total: Row = {name: sum(part[name] for part in parts) for name in COUNTS}
     decoded = total["tokens"] - total["prefill_tokens"]
@@ -54,8 +54,8 @@ def pool(parts: Iterable[Mapping[str, Any]]) -> Row:
 
 
 def pool_rows(rows: Sequence[Mapping[str, Any]]) -> Row:
-    """`pool`, with `quality` (share of right among the judged prompts; None where none is) and `speedup` (mean of the
-    rows' medians; None where a row has none, as early versions left it out where AR was slow), both weighted by
+    """`pool`, plus `quality` (fraction correct among the judged prompts; None if none is) and `speedup` (mean of the
+    rows' medians; None if a row has none, since early versions left it out where AR was slow), both weighted by
     prompts."""
     judged = [row for row in rows if row["quality"] is not None]
     timed = [row for row in rows if row["speedup"] is not None]
@@ -74,13 +74,13 @@ def _ratio(above: float, below: float) -> float | None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """results.json of a finished run, in today's form whichever version of dspec wrote it.
+    """results.json of a finished run, in the current format whichever version of dspec wrote it.
 
-    Raises UserError when it is missing, malformed, of a run that did not end, or of a newer dspec.
+    Raises UserError if it is missing, malformed, of an unfinished run, or of a newer dspec.
     """
     path = folder / "results.json"
     if not path.is_file():
-        raise UserError(f"{path} is missing: give folders of finished runs")
+        raise UserError(f"{path} is missing: pass folders of finished runs")
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         run, schema = results["run"], results.get("schema", 1)
@@ -90,23 +90,23 @@ def load(folder: Path) -> dict[str, Any]:
         pool(rows)
         _ = run["seed"], run["config"], [(r["method"], r["benchmark"], r["decoder"]["temperature"]) for r in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not the results of a run ({error!r}): give folders of finished runs") from error
+        raise UserError(f"{path} is not a run's results.json ({error!r}): pass folders of finished runs") from error
     if not run.get("complete", True):
-        raise UserError(f"{folder} has not finished: go on with resume={folder}")
-    run["config"] = renamed(run["config"])  # so that runs from before a renaming compare with those after
+        raise UserError(f"{folder} has not finished: continue with resume={folder}")
+    run["config"] = renamed(run["config"])  # so that runs from before and after a renaming can be compared
     return {**results, "schema": SCHEMA, "rows": rows}
 
 
 def _upgraded(row: Row) -> Row:
-    """A row of schema 1, which left these counts out: each of its decoders emitted one token in a prompt's prefill, and
-    tau was the mean over rounds. Passes over several branches came later."""
+    """Upgrades a row of schema 1, which lacked these counts: each of its decoders emitted one token in a prompt's
+    prefill, and tau was the mean over rounds. Passes over several branches came later."""
     rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0
     old = {"prefill_tokens": row["n"], "rounds": rounds, "positions_computed": 0}
     return {**old, "branch_forwards": row["nfe"] - row["nfe_prefill"], **row}
 
 
 def kept_ar_check(folder: Path) -> dict[str, Any] | None:
-    """What an earlier session of the same run found about its AR loop; None where results.json does not tell."""
+    """The AR check of an earlier session of the same run; None if results.json has none."""
     try:
         return dict(json.loads((folder / "results.json").read_text(encoding="utf-8"))["run"]["ar_check"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,7 +114,7 @@ def kept_ar_check(folder: Path) -> dict[str, Any] | None:
 
 
 def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[str, bool]]]:
-    """Verdicts by (decoder, benchmark, temperature) and prompt id, from samples.jsonl. Raises UserError when it is
+    """Verdicts by (decoder, benchmark, temperature) and prompt id, from samples.jsonl. Raises UserError if it is
     missing, malformed, or has two answers of one decoder to a prompt."""
     path, found = folder / "samples.jsonl", dict[tuple[str, str, float], dict[str, dict[str, bool]]]()
     if not path.is_file():
@@ -125,9 +125,9 @@ def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[s
             answered = found.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})
             name, verdicts = sample["id"], sample["verdicts"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate anew") from error
+            raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
         if name in answered:
-            raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate anew")
+            raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
         answered[name] = verdicts
     return found
 

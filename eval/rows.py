@@ -1,7 +1,7 @@
 """From samples to rows of results.json: counts, ratios, paired speedups and their intervals. Pure functions.
 
-Counting follows design.md. Pooled sums over prompts are the headline; the mean over prompts stands beside it.
-Intervals are 95 %: Wilson's for shares, percentile bootstrap over prompts for tau and tpf, over batches for speedup.
+Pooled sums over prompts are the headline numbers; the mean over prompts is reported next to them. Intervals are 95 %:
+Wilson's for proportions, percentile bootstrap over prompts for tau and tpf, over batches for speedup.
 """
 
 import statistics
@@ -22,8 +22,8 @@ def row(
     greedy: bool,
     seed: int,
 ) -> Row:
-    """What one decoder did on one benchmark. `serial` are samples of the same prompts, in order, by the decoder that
-    takes the same weights one token per pass, `base` those by plain AR of the base that all methods share."""
+    """One decoder's row on one benchmark. `serial` are samples of the same prompts, in order, by plain AR of the same
+    weights, `base` those by plain AR of the base that all methods share."""
     generations = [s.generation for s in samples]
     verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
     speedups = batch_speedups(samples, serial)
@@ -45,7 +45,7 @@ def row(
 
 
 def prompt_counts(generation: Generation) -> Row:
-    """One prompt's part in `pool`."""
+    """One prompt's counts for `pool`."""
     return {
         "n": 1,
         "tokens": len(generation.tokens),
@@ -59,15 +59,15 @@ def prompt_counts(generation: Generation) -> Row:
 
 
 def counts(generations: Sequence[Generation]) -> Row:
-    """Pooled counts and ratios, and tau's mean over prompts beside them."""
+    """Pooled counts and ratios, and tau's mean over prompts."""
     prompts = [prompt_counts(g) for g in generations]
     taus = [tau for p in prompts if (tau := pool([p])["tau"]) is not None]
     return pool(prompts) | {"tau_prompt_mean": statistics.fmean(taus) if taus else None}
 
 
 def batch_speedups(samples: Sequence[Sample], serial: Sequence[Sample]) -> list[tuple[float, int]]:
-    """Of each batch: its tokens per second over those of `serial`, and how many prompts it holds. Prompts of one batch
-    share its seconds."""
+    """Per batch: its tokens per second relative to `serial`, and its number of prompts. The prompts of a batch share
+    its seconds."""
     fast, slow = _by_batch(samples), _by_batch(serial)
     return [
         (_tokens_per_second(batch) / _tokens_per_second(slow[number]), len(batch)) for number, batch in fast.items()
@@ -86,13 +86,13 @@ def _tokens_per_second(batch: Sequence[Sample]) -> float:
 
 
 def median_over_prompts(speedups: Sequence[tuple[float, int]]) -> float:
-    """Each batch counts as often as it has prompts, so that a last batch that is not full weighs less."""
+    """Each batch is weighted by its number of prompts, so that an incomplete last batch weighs less."""
     return statistics.median(speedup for speedup, prompts in speedups for _ in range(prompts))
 
 
 def acceptance(generations: Sequence[Generation]) -> Row | None:
-    """Per slot: conditional acceptance, of the `reached` rounds (whose earlier drafts were accepted), and prefix
-    survival, of all `counted` rounds (in which the slot counts)."""
+    """Per slot: conditional acceptance, over the `reached` rounds (whose earlier drafts were accepted), and prefix
+    survival, over all `counted` rounds (in which the slot is valid)."""
     rounds = [r for g in generations for r in g.rounds]
     slots = max((r.drafted for r in rounds), default=0)
     if not slots:
@@ -116,7 +116,7 @@ def intervals(
     *,
     seed: int,
 ) -> Mapping[str, list[float] | None]:
-    """Of the headline numbers. None where there is nothing to resample: no rounds, no passes after the prefill."""
+    """Intervals of the headline numbers. None if there is nothing to resample: no rounds, no passes after prefill."""
     decoded = [len(g.tokens) - g.prefill_tokens for g in generations]
     forwards, rounds = [g.forwards for g in generations], [len(g.rounds) for g in generations]
 

@@ -3,9 +3,9 @@
     python -m eval.run target=smollm2_135m decoder=autoregressive benchmark=gsm8k limit=50
     python -m eval.run checkpoint=runs/dspark/<time> decoder=speculative benchmark=[gsm8k,humaneval]
 
-Leaves results.json (in the form of the main job), table.md, table.csv, samples.jsonl and plots in its run folder; plain
-AR always runs beside the other decoders. `resume=<folder>` goes on after a kill, `limit=` may then grow. Torch and
-transformers are imported once arguments and benchmarks have been looked at: a mistake in them is answered at once.
+Writes results.json (in the format of the main job), table.md, table.csv, samples.jsonl and plots to its run folder;
+plain AR is always included. `resume=<folder>` continues after a kill, and `limit=` may then grow. Torch and
+transformers are imported after arguments and benchmarks are checked: mistakes in them are reported immediately.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def evaluate(cfg: DictConfig) -> None:
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     done = run_evaluation(cfg, benchmarks, run_dir)
-    logger = instantiate(cfg.get("logger"))  # now: the label, after which it may be called, is known
+    logger = instantiate(cfg.get("logger"))  # only now: it may be named after the label, which is known by now
     instantiate(cfg.report)(results=done.results, history=[], run_dir=run_dir, logger=logger)
 
 

@@ -1,9 +1,9 @@
-"""The samples of an evaluation, written as they are done: what a run resumes from and all its rows are made of.
+"""The samples of an evaluation, written as soon as they are done: runs resume from them, and all rows derive from them.
 
 samples.jsonl is append-only JSON Lines: a first row with the settings, then one row per sample. The rows of one batch
-of prompts (every decoder's) are one write, so that a resumed run times decoders side by side, too. After kill -9 a
-batch that is not there whole is cut off and run again; seconds aside, the file then equals an unbroken run's. One run
-at a time writes it, and goes on only from answers to the prompts that it would ask itself.
+of prompts (from every decoder) are a single write, so that a resumed run also times decoders together. After kill -9 an
+incomplete batch is cut off and run again; timings aside, the file then equals an uninterrupted run's. Only one run at a
+time writes it, and it resumes only from answers to its own prompts.
 """
 
 import hashlib
@@ -23,14 +23,15 @@ from eval.results import flat
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One prompt, one decoder. `seconds` is the whole batch's; `batch` numbers it within benchmark and temperature."""
+    """One decoder's answer to one prompt. `seconds` is the whole batch's, `batch` its index within benchmark and
+    temperature."""
 
     benchmark: str
     temperature: float
     decoder: str
     batch: int
     id: str
-    prompt_sha256: str  # of the prompt's token ids, see `digest`
+    prompt_sha256: str  # `digest` of the prompt's token ids
     text: str
     verdicts: dict[str, bool]
     generation: Generation
@@ -56,17 +57,17 @@ def digest(ids: Sequence[int]) -> str:
 
 
 class SampleLog:
-    """samples.jsonl of one evaluation. A context: while it is entered, no other run writes the file."""
+    """samples.jsonl of one evaluation. A context manager: inside, no other run can write the file."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """What samples depend on is in `settings`, but for the prompts and how many are asked (`limit`)."""
+        """`settings` is everything that samples depend on, except the prompts and their number (`limit`)."""
         self.path = path
         self.samples: list[Sample] = []
         self._settings = json.loads(json.dumps(settings))
         self._lock = FileLock(f"{path}.lock")
 
     def __enter__(self) -> "SampleLog":
-        """Takes up what the file holds. Raises UserError while another run writes it, when it was written with other
+        """Reads the existing file. Raises UserError if another run is writing it, if it was written with other
         settings, or is malformed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -88,7 +89,7 @@ class SampleLog:
 
     def _take_up(self, raw: bytes) -> None:
         if raw and not raw.startswith(b'{"settings"'[: len(raw)]):
-            raise UserError(f"{self.path} is not what an evaluation writes; move the file away")
+            raise UserError(f"{self.path} was not written by an evaluation; move the file away")
         lines = raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True)
         kept, pending = 0, 0  # bytes of whole batches, bytes of the batch being read
         batch: list[Sample] = []
@@ -115,29 +116,29 @@ class SampleLog:
         if other := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
             raise UserError(
                 f"{self.path} was written with another {', '.join(other[:5])}; resume with the same command, or "
-                "evaluate in a folder of its own"
+                "evaluate in a new folder"
             )
 
     def check_prompts(self, benchmark: str, prompts: Sequence[tuple[str, Sequence[int]]]) -> None:
-        """Raises UserError unless the answers there are to the first of these (id, token ids), in their order."""
+        """Raises UserError unless the existing answers are to the first of these (id, token ids), in order."""
         answered = list(dict.fromkeys((s.id, s.prompt_sha256) for s in self.samples if s.benchmark == benchmark))
         asked = [(name, digest(ids)) for name, ids in prompts]
         if len(answered) > len(asked):
             raise UserError(
-                f"{self.path} has answers to {len(answered)} prompts of {benchmark}, {len(asked)} are asked now: the "
-                f"limit can grow, not shrink; say limit={len(answered)} or more"
+                f"{self.path} has answers to {len(answered)} prompts of {benchmark}, now there are {len(asked)}: the "
+                f"limit can grow, not shrink; set limit={len(answered)} or more"
             )
         if other := [old[0] for old, new in zip(answered, asked, strict=False) if old != new]:
             raise UserError(
-                f"{self.path} has answers to other prompts of {benchmark} than are asked now (first: {other[0]}): "
-                "restore the data, or evaluate in a folder of its own"
+                f"{self.path} has answers to other prompts of {benchmark} than this run's (first: {other[0]}): "
+                "restore the data, or evaluate in a new folder"
             )
 
     def select(self, benchmark: str, temperature: float) -> list[Sample]:
         return [s for s in self.samples if (s.benchmark, s.temperature) == (benchmark, temperature)]
 
     def add(self, batch: Sequence[Sample]) -> None:
-        """Appends one batch. Raises UserError when the disk is full: what was written stays."""
+        """Appends one batch. Raises UserError if the disk is full: what was written stays."""
         rows = [s.to_row() for s in batch]
         rows = [row | {"batch_rows": len(rows), "seconds": row.pop("seconds")} for row in rows]
         try:
@@ -153,31 +154,31 @@ class SampleLog:
 
 
 def _without_limits(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by dotted path; how many prompts are asked is left out: it may grow."""
+    """Leaves by dotted path, without the number of prompts, which may grow."""
     return {path: leaf for path, leaf in flat(settings).items() if path.rpartition(".")[2] != "limit"}
 
 
 def check_unique(samples: Sequence[Sample], path: Path) -> None:
-    """Raises UserError where a decoder answers a prompt twice: two runs have written into one folder."""
+    """Raises UserError if a decoder answers a prompt twice: two runs have written into one folder."""
     seen: set[tuple[str, float, str, str]] = set()
     for s in samples:
         key = (s.benchmark, s.temperature, s.decoder, s.id)
         if key in seen:
             raise UserError(
                 f"{path} has two answers of {s.decoder} to {s.id} (T={s.temperature:g}): two runs wrote into it; "
-                "evaluate anew in a folder of its own"
+                "evaluate again in a new folder"
             )
         seen.add(key)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a finished evaluation. Raises UserError for a malformed row or one that is there twice."""
+    """The samples of a finished evaluation. Raises UserError for a malformed or duplicate row."""
     samples = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 samples += [Sample.from_row(json.loads(line))] if number > 1 else []
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate anew") from error
+                raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
     check_unique(samples, path)
     return samples

@@ -62,13 +62,13 @@ def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (["recipe=dspark", "target.dtype=float8"], ["float8"]),
         (["recipe=dspark", "draft=null"], ["draft"]),
         (["recipe=dspark", "data.source.calibration={problems: 3, functions: 0}"], ["3 calibration prompts"]),
-        (["recipe=dspark", "evaluation.temperatures=[0.0,0.0]"], ["has a temperature twice"]),
+        (["recipe=dspark", "evaluation.temperatures=[0.0,0.0]"], ["has a duplicate temperature"]),
         (["recipe=dspark", "evaluation.generate_floor=abc"], ["generate_floor=abc must be a number"]),
         (["recipe=dspark", "evaluation.top_p=0"], ["evaluation.top_p=0 must be above 0"]),
         (["recipe=dspark", "evaluation.top_p=1.5"], ["at most 1"]),
-        (["recipe=dspark", "seed=-1"], ["seed=-1 must be a whole number of at least 0"]),
+        (["recipe=dspark", "seed=-1"], ["seed=-1 must be an integer of at least 0"]),
         (["recipe=dspark", "seed=8589934592"], ["below 2**32"]),
-        (["recipe=dspark", "trainer.devices=2", "trainer.strategy=ddp_spawn"], ["say trainer.strategy=ddp"]),
+        (["recipe=dspark", "trainer.devices=2", "trainer.strategy=ddp_spawn"], ["use trainer.strategy=ddp"]),
         (["recipe=dspark", "target.dtype=bfloat16"], ["trainer.precision=bf16-mixed", "target.dtype=float32"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else None,
@@ -85,18 +85,18 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
     [
         (
             ["recipe=dspark", "data=jsonl", "benchmark=tiny"],
-            ["data.source.path is not set: say data.source.path="],
+            ["data.source.path is not set: pass data.source.path="],
         ),
         (["recipe=dspark", "target=hf"], ["target.path is not set"]),
-        (["recipe=dspark", "trainer.max_steps=abc"], ["trainer.max_steps=abc must be a whole number"]),
-        (["recipe=dspark", "trainer.max_steps=-3"], ["trainer.max_steps=-3 must be a whole number"]),
-        (["recipe=dspark", "method.num_anchors=0.5"], ["method.num_anchors=0.5 must be a whole number"]),
+        (["recipe=dspark", "trainer.max_steps=abc"], ["trainer.max_steps=abc must be an integer"]),
+        (["recipe=dspark", "trainer.max_steps=-3"], ["trainer.max_steps=-3 must be an integer"]),
+        (["recipe=dspark", "method.num_anchors=0.5"], ["method.num_anchors=0.5 must be an integer"]),
         (["recipe=dspark", "method/teacher=ema"], ["method/teacher", "recipe=jacobi_forcing"]),
         (["recipe=jacobi_forcing", "decoder=[autoregressive,speculative]"], ["needs a drafter", "recipe=dspark"]),
         (["recipe=dspark", "draft=null", "decoder=[autoregressive,refined_once]"], ["refined_once needs a drafter"]),
-        (["recipe=dspark", "decoder=speculative"], ["say decoder=[autoregressive,speculative]"]),
+        (["recipe=dspark", "decoder=speculative"], ["use decoder=[autoregressive,speculative]"]),
         (["recipe=dspark", "page=dflash"], ["page=dflash", "recipe=<name>"]),
-        (["recipe=dspark", "real=dflash_gsm8k"], ["say recipe=<name>"]),
+        (["recipe=dspark", "real=dflash_gsm8k"], ["use recipe=<name>"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else None,
 )
@@ -184,7 +184,7 @@ def test_ranks_agree_on_when_their_run_began(monkeypatch: pytest.MonkeyPatch) ->
     assert config.started() == config.started() == "2026-01-01_00-00-00"  # and what it starts inherits it
     monkeypatch.delenv("DSPEC_STARTED")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"say hydra\.run\.dir=<folder>"):
+    with pytest.raises(UserError, match=r"set hydra\.run\.dir=<folder>"):
         config.started()
     for name, value in (("SLURM_STEP_ID", "3"), ("SLURM_JOB_ID", "17"), ("SLURM_STEP_NUM_TASKS", "2")):
         monkeypatch.setenv(name, value)
@@ -227,8 +227,11 @@ def test_old_names_in_a_yaml_of_ones_own(failing: Failing, tmp_path: Path) -> No
     folder = tmp_path / "own" / "recipe"
     folder.mkdir(parents=True)
     for text, words in {
-        "defaults:\n  - override /method: dspark\n": ["method is no group", "defaults: [dspark, _self_]"],
-        "defaults:\n  - override /optimizer: tiny\n": ["optimizer is no group"],
+        "defaults:\n  - override /method: dspark\n": [
+            "method is no longer a config group",
+            "defaults: [dspark, _self_]",
+        ],
+        "defaults:\n  - override /optimizer: tiny\n": ["optimizer is no longer a config group"],
         "defaults: [jacobi_forcing, _self_]\nmethod: {tuning: {share: 0.5}}\n": ["method.tuning.interpolation"],
         "method: {_target_: dspec.noise.Random}\n": ["dspec.jacobi_forcing.noise.RandomSchedule"],
     }.items():

@@ -1,1 +1,1 @@
-"""The embedded corpus: generated text, its tokenizer and scorers, so that all runs without downloads."""
+"""The embedded corpus: generated text and its tokenizer, so that everything runs without downloads."""

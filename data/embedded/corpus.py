@@ -1,4 +1,4 @@
-"""The embedded corpus: three tasks, split by a hash of what an example means, not of how it is worded."""
+"""The embedded corpus: three tasks, split by a hash of an example's meaning, not of its wording."""
 
 import hashlib
 import random
@@ -11,7 +11,7 @@ from dspec.seeding import corpus_order_seed, corpus_seed
 SPLITS = ("train", "draft", "calibration", "test")
 _SAMPLERS = {"problems": problems.sample, "functions": functions.sample, "stories": stories.sample}
 _BOUNDS = dict(zip(SPLITS, ((0, 60), (60, 80), (80, 90), (90, 100)), strict=True))
-_PATIENCE = 20_000  # draws without a new example after which the space counts as used up
+_PATIENCE = 20_000  # draws without a new example after which the space counts as exhausted
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Example:
     template: str
     unseen: bool  # the template is held out from training
     prompt: str  # text of the user message
-    response: str  # what follows the assistant tag
+    response: str  # text after the assistant tag
     answer: str  # problems: the final integer as text
     tests: tuple[str, ...]  # functions: assert statements
-    signature: str  # what the split is keyed by
+    signature: str  # key of the split
 
 
 def split_of(signature: str) -> str:
-    """The split that a signature belongs to, for every seed."""
+    """The split that a signature belongs to, the same for every seed."""
     bucket = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:8], "big") % 100
     return next(split for split, (low, high) in _BOUNDS.items() if low <= bucket < high)
 

@@ -1,7 +1,7 @@
 """Small Python functions: a signature with a docstring is the prompt, the body is the response.
 
-A template is data: docstring, bodies that mean the same, ranges for its constants. Tests come from running
-the first body, so the bodies are the reference; ``tests/data`` checks that the others agree with it.
+A template is data: docstring, equivalent bodies, ranges for its constants. Tests come from running the first body, so
+the bodies are the reference; ``tests/data`` checks that the others agree with it.
 """
 
 import random
@@ -25,7 +25,7 @@ CASES = ("upper", "lower")
 POOLS = {"word": tuple(WORDS), "letter": tuple(LETTERS), "mark": MARKS, "case": CASES}
 
 
-# What may come before a body: (docstring, code), both of which the constant {g} completes.
+# Optional guards before a body: (docstring, code), both completed by the constant {g}.
 GUARDS = {
     "ints": ("If {arg} is empty, [return|give] {g}.", "if len({arg}) == 0:\n    return {g}"),
     "int": ("If {arg} is [negative|below zero], [return|give] {g}.", "if {arg} < 0:\n    return {g}"),
@@ -33,12 +33,12 @@ GUARDS = {
     "text": ("If {arg} is empty, [return|give] {g}.", 'if {arg} == "":\n    return {g}'),
     "words": ("If {arg} is empty, [return|give] {g}.", "if len({arg}) == 0:\n    return {g}"),
 }
-GUARDED = 0.8  # share of functions with a guard: it makes bodies long enough to be worth drafting
-TERSE = 0.15  # share of bodies that take the one-line form where there is one
+GUARDED = 0.8  # fraction of functions with a guard: it makes bodies long enough to be worth drafting
+TERSE = 0.15  # fraction of bodies in one-line form, if they have one
 
 
 def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
-    """Draw one function, or None if ``accept`` refuses its signature (no template is held out here)."""
+    """Draw one function, or None if ``accept`` rejects its signature (no template is held out here)."""
     if unseen:
         raise ValueError("the functions have no unseen templates; use task='problems' with unseen=True")
     template = rng.choice(TEMPLATES)
@@ -81,7 +81,7 @@ def _indent(body: str) -> str:
 
 
 def _inputs(kind: str, constants: dict[str, str], rng: random.Random) -> list[object]:
-    """Arguments around the constants, where a wrong operator or an off-by-one shows."""
+    """Arguments near the constants, where a wrong operator or an off-by-one error shows."""
     whole = [int(c) for c in constants.values() if c.lstrip("-").isdigit()]
     edges = sorted({c + d for c in whole for d in (-1, 0, 1)})
     near = [*edges, *(2 * c for c in edges)] or [0]
@@ -106,7 +106,7 @@ def _inputs(kind: str, constants: dict[str, str], rng: random.Random) -> list[ob
 
 
 def _tests(source: str, name: str, inputs: list[object]) -> tuple[str, ...]:
-    """Asserts that hold for ``source``, which is one of our own bodies and so is run here."""
+    """Asserts that hold for ``source``, one of our own bodies and therefore run in this process."""
     space: dict[str, Callable[[object], object]] = {}
     exec(source, space)
     return tuple(f"assert {name}({value!r}) == {space[name](value)!r}" for value in inputs)

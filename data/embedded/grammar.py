@@ -37,5 +37,5 @@ def capitalise(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Squeeze the spaces that empty choices leave behind, also those before punctuation."""
+    """Remove the spaces that empty choices leave, including those before punctuation."""
     return re.sub(r" +(?=[.,:?])", "", re.sub(r" {2,}", " ", text)).strip()

@@ -6,7 +6,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>")
-# A newline with its indentation, a word or a run of signs with its leading space, one digit, other space.
+# A newline with its indentation, a word or a run of punctuation with its leading space, one digit, other whitespace.
 _PIECES = r"\n *| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+| +|\s+"
 _CHAT = (
     "{%- set system = namespace(text='') -%}"

@@ -1,4 +1,4 @@
-"""One call for scaled dot-product attention under any of the masks' physical forms."""
+"""Scaled dot-product attention with one signature for every physical form of a mask."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dspec.attention.masks import Mask, Tile
 
-_FEW = 8  # queries on a CPU: a block of seven drafts and its anchor
+_FEW = 8  # queries on a CPU: seven drafts and their anchor
 
 
 @cache
@@ -54,10 +54,10 @@ def attend(
 
 
 def _folds(q_BHQD: Tensor, k_BGKD: Tensor, mask: Tensor | None) -> bool:
-    """Whether heads that share keys had better become queries of one head.
+    """Whether to fold the query heads that share keys into extra queries of one head.
 
-    On CPUs it pays in 16 bit while queries are few (one: 3x and more), not in float32 (1.1x slower). On CUDA a mask
-    would else cost a copy of all keys and values: the mask is copied instead, where that is less.
+    On CPUs it pays off in 16 bit with few queries (3x and more with one), not in float32 (1.1x slower). On CUDA a mask
+    would otherwise force a copy of all keys and values; the mask is copied instead where it is smaller.
     """
     queries = q_BHQD.shape[2]
     if q_BHQD.is_cuda:
@@ -66,7 +66,7 @@ def _folds(q_BHQD: Tensor, k_BGKD: Tensor, mask: Tensor | None) -> bool:
 
 
 def _folded(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """The same attention with the H / G heads of a group as further queries of one head."""
+    """The same attention with the H / G heads of a group as additional queries of one head."""
     (B, H, Q, D), G = q_BHQD.shape, k_BGKD.shape[1]
     if mask is not None:
         mask = mask.expand(-1, -1, H // G, -1) if Q == 1 else mask.repeat(1, 1, H // G, 1)

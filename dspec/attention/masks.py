@@ -1,11 +1,11 @@
-"""Every attention mask of dspec, as a predicate over logical positions, and its physical forms.
+"""All attention masks of dspec: predicates over logical positions, and their physical forms.
 
 A predicate has the signature of flex attention's mask_mod, `(b, h, q, kv) -> bool`, and works elementwise on index
 tensors. `build` turns it into what attention takes: a flex BlockMask for training on CUDA, else a dense SDPA mask (flex
 attention has no backward on CPUs); `tiles` are dense masks over the keys that neighbouring queries see. Training and
 the cached decoders read the same predicates; this module knows no model.
 
-Legend: B = batch, Q = queries, K = keys, N = blocks (anchors) a row, L = positions.
+Legend: B = batch, Q = queries, K = keys, N = blocks (anchors) per row, L = positions.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-_TILE = 32  # blocks a tile: fewer waste work on small products, more on features that none of the block sees
+_TILE = 32  # blocks per tile: with fewer, matmuls get too small; with more, too many keys are masked out
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Neighbouring queries and all the keys that any of them sees: the first ones, and those at the queries' side."""
+    """Neighbouring queries and all keys that any of them sees: the `leading` ones, and the slots of their blocks."""
 
     queries: slice
     leading: int
@@ -32,11 +32,11 @@ class Tile:
 
 Tiles = tuple[Tile, ...]
 CAUSAL: Final = "causal"  # as many keys as queries, each query sees those up to its own
-Mask = Tensor | BlockMask | Tiles | Literal["causal"] | None  # None: all see all
+Mask = Tensor | BlockMask | Tiles | Literal["causal"] | None  # None: every query sees every key
 
 
 def causal(start_B: Tensor) -> Predicate:
-    """Query q of row b stands at position start[b] + q and sees keys at positions up to its own.
+    """Query q of row b is at position start[b] + q and sees keys at positions up to its own.
 
     start=2:  q0  1 1 1 . .
               q1  1 1 1 1 .
@@ -49,15 +49,15 @@ def causal(start_B: Tensor) -> Predicate:
 
 
 def branches(start_B: Tensor, branch_BQ: Tensor) -> Predicate:
-    """Several continuations of one text side by side in a row: `branch_BQ` numbers them, 0 is what all share.
+    """Several continuations of one text, packed in one row: `branch_BQ` numbers them, 0 is the part they share.
 
-    Query q of row b computes place start[b] + q. It sees the places before start[b], the shared ones up to its own and
-    those of its own branch up to its own; branches never see each other.
+    Query q of row b fills cache slot start[b] + q. It sees the slots before start[b] and, up to its own, the shared
+    slots and those of its own branch; branches never see each other.
 
     start=2, branch (0, 1, 1, 2, 2):   q0  1 1 1 . . . .     the anchor
                                        q1  1 1 1 1 . . .     a draft of two tokens
                                        q2  1 1 1 1 1 . .
-                                       q3  1 1 1 . . 1 .     another one, at the same positions
+                                       q3  1 1 1 . . 1 .     another draft, at the same positions
                                        q4  1 1 1 . . 1 1
     """
     last = branch_BQ.shape[1] - 1
@@ -109,7 +109,7 @@ def draft_blocks(anchor_BN: Tensor, context_B: Tensor, *, block: int) -> Predica
 
     Keys are `context_B[b]` feature positions, then N blocks of `block` slots. A slot sees the features strictly
     before its block's anchor and, in both directions, the slots of its own block; blocks never see each other.
-    The decoder is the case N = 1 with context_B = anchor: the cache holds the context, then the block.
+    Decoding is the case N = 1 with context_B = anchor: the cache holds the context, then the block.
 
     context=4, block=2, anchors (1, 3):   q00  1 . . . | 1 1 . .
                                           q01  1 . . . | 1 1 . .
@@ -132,9 +132,9 @@ def noise_conditioned(document_BL: Tensor, block_BL: Tensor, noisy_BL: Tensor, *
     document's prompt and its own copy of its own block up to itself; a clean block sees the clean blocks before it, so
     the clean copies are a plain causal text. A noisy block j sees the blocks before it noisy, as several blocks in
     flight do; with a `window` w the blocks before w * floor(j / w) are seen clean, as decoding has verified them.
-    `window` None has no such border (the paper's mask), 1 is CLLM's: every block before is clean.
+    `window` None has no such limit (the paper's mask); 1 is CLLM's: all earlier blocks are clean.
 
-    one token a block,    prompt   1 . . . . . .      window=1:  1 . . . . . .
+    one token per block,  prompt   1 . . . . . .      window=1:  1 . . . . . .
     prompt n0 c0 n1 c1    noisy 0  1 1 . . . . .                 1 1 . . . . .
     n2 c2:                clean 0  1 . 1 . . . .                 1 . 1 . . . .
                           noisy 1  1 1 . 1 . . .                 1 . 1 1 . . .
@@ -167,7 +167,7 @@ def _table(predicate: Predicate, batch: int, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as what is added to scores (0 or -inf): SDPA would else convert it anew in every layer."""
+    """A boolean mask in additive form (0 or -inf), which SDPA would otherwise recompute in every layer."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -181,10 +181,10 @@ def build(
     added: torch.dtype | None,
     flex: bool = False,
 ) -> Mask:
-    """The predicate as attention takes it: a flex BlockMask where `flex`, else a tensor.
+    """The predicate in the form that attention takes: a flex BlockMask if `flex`, else a tensor.
 
-    `added` is the dtype of a tensor that is added to scores, which SDPA would else make anew in every layer; None is a
-    boolean one (under autocast the scores' dtype is not known here).
+    `added` is the dtype of an additive mask (SDPA would otherwise recompute one in every layer); None returns a boolean
+    one (under autocast the scores' dtype is not known here).
     """
     if flex:
         return block_mask(predicate, batch=batch, queries=queries, keys=keys, device=device)
@@ -193,8 +193,8 @@ def build(
 
 
 def build_causal(start_B: Sequence[int], *, queries: int, device: torch.device, added: torch.dtype | None) -> Mask:
-    """`causal` in its cheapest form: none for one query behind its own row, CAUSAL where all rows begin at place 0
-    (what lies behind a row's end is never read), else as `build` has it."""
+    """`causal` in its cheapest form: None for a single query of a single row, CAUSAL if all rows start at slot 0
+    (nothing past a row's end is ever read), else as in `build`."""
     if not any(start_B):
         return CAUSAL
     if queries == len(start_B) == 1:
@@ -209,9 +209,9 @@ def block_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, dev
 
 
 def tiles(anchor_BN: Tensor, *, context: int, block: int, size: int = _TILE) -> Tiles:
-    """`draft_blocks` over `context` features in tiles of `size` blocks: no tile reads features behind its anchors.
+    """`draft_blocks` over `context` features in tiles of `size` blocks: no tile reads features past its anchors.
 
-    With sorted anchors that is half of the work, and blocks of other tiles are left out altogether.
+    With sorted anchors that halves the work, and blocks of other tiles are skipped entirely.
     """
     B, N = anchor_BN.shape
     contexts = torch.full((B,), context, device=anchor_BN.device)
@@ -227,7 +227,7 @@ def tiles(anchor_BN: Tensor, *, context: int, block: int, size: int = _TILE) -> 
 
 
 def training_blocks(anchor_BN: Tensor, *, context: int, block: int) -> Mask:
-    """`draft_blocks` in the form that trains on the anchors' device: flex on CUDA, tiles elsewhere."""
+    """`draft_blocks` in a form with a backward pass on the anchors' device: flex on CUDA, tiles elsewhere."""
     if anchor_BN.device.type != "cuda":
         return tiles(anchor_BN, context=context, block=block)
     (B, N), device = anchor_BN.shape, anchor_BN.device

@@ -1,7 +1,7 @@
 """The calibration stage: decode held-out prompts, fit STS on some of them, report on the others.
 
-Traces come from true speculative decoding at the sampling the temperatures are for (temperature 1 by default: greedy
-acceptance is another event than 1 - TV). The fitting itself is dspec/calibration/sts.py.
+Traces come from real speculative decoding with the sampling that the temperatures are for (temperature 1 by default:
+greedy acceptance does not occur with probability 1 - TV). The fitting itself is in dspec/calibration/sts.py.
 """
 
 import hashlib
@@ -53,10 +53,11 @@ class CalibrateSTS:
         min_gain: float,
         seed: int,
     ) -> None:
-        """`fit_share` of the prompts fit the temperatures, the rest report; the grid is log-spaced and holds 1.
+        """A fraction `fit_share` of the prompts is for fitting, the rest for the report; the grid is log-spaced and
+        contains 1.
 
-        The temperatures are kept if over `folds` of the fitting prompts they lower the mean ECE of held-out ones by
-        more than `min_gain`, else all stay 1: a head that is calibrated up to noise is left alone.
+        The temperatures are used if, in cross-validation over `folds` of the fitting prompts, they lower the mean ECE
+        by more than `min_gain`; otherwise all stay 1: a head that is already calibrated up to noise is left alone.
         """
         if sampling.greedy:
             raise UserError("calibration.sampling.temperature must be above 0: STS is fitted on sampled traces")
@@ -68,11 +69,11 @@ class CalibrateSTS:
     def check(self, draft: Draft | None) -> None:
         """Raises UserError for a drafter without a confidence head, or answers too short to reach its last slot."""
         if draft is None or draft.confidence_head is None:
-            raise UserError("calibration needs draft.confidence_head=true; without that head say calibration=null")
+            raise UserError("calibration needs draft.confidence_head=true; without that head use calibration=null")
         if self.max_new_tokens <= (slots := draft.config.num_drafts):
             raise UserError(
                 f"calibration.max_new_tokens={self.max_new_tokens} ends answers before the last of {slots} draft "
-                f"slots; give at least {slots + 1}, better hundreds"
+                f"slots; use at least {slots + 1}, better hundreds"
             )
 
     def check_prompts(self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]]) -> None:
@@ -99,25 +100,24 @@ class CalibrateSTS:
         stop_ids: Sequence[int],
         artefact: Path | None = None,
     ) -> dict[str, Any]:
-        """Notes the temperatures in the drafter's metadata and returns the report.
+        """Stores the temperatures in the drafter's metadata and returns the report.
 
-        Raises UserError when prompts or rounds are too few.
+        Raises UserError if there are too few prompts or rounds.
 
-        `artefact` is a JSON file in which the outcome is kept, and from which it is taken if it was found for the same
-        weights, prompts and settings.
+        `artefact` is a JSON file that caches the result, reused if weights, prompts and settings are the same.
         """
         self.check(draft)
         key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None
-        if artefact is not None and (kept := _kept(artefact, key)) is not None:
-            draft.metadata.calibration = Calibration.from_dict(kept["calibration"])
-            return dict(kept["report"])
+        if artefact is not None and (cached := _cached(artefact, key)) is not None:
+            draft.metadata.calibration = Calibration.from_dict(cached["calibration"])
+            return dict(cached["report"])
         report = self._fit(target, draft, prompts, stop_ids)
         if artefact is not None and draft.metadata.calibration is not None:
             write_json(artefact, {"key": key, "calibration": draft.metadata.calibration.to_dict(), "report": report})
         return report
 
     def _key(self, target: LanguageModel, draft: Draft, prompts: Sequence[list[int]], stop_ids: Sequence[int]) -> str:
-        """A digest of all that the outcome depends on."""
+        """A digest of everything the result depends on."""
         settings = {name: value for name, value in vars(self).items() if name not in ("sampling", "grid")}
         settings |= {"sampling": self.sampling.to_dict(), "grid": self.grid.tolist(), "stop_ids": list(stop_ids)}
         weights = [fingerprint(target.model), fingerprint(draft)]
@@ -132,10 +132,10 @@ class CalibrateSTS:
         batches = [list(prompts[i : i + self.batch_size]) for i in range(0, len(prompts), self.batch_size)]
         for batch in with_progress("calibration traces", batches):
             seeds = [calibration_seed(self.seed, len(generations) + i) for i in range(len(batch))]
-            asked = requests(
+            batch_requests = requests(
                 batch, seeds=seeds, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids
             )
-            generations += decode(decoder, asked)
+            generations += decode(decoder, batch_requests)
         traces, prompt_N = gather(generations)
         shares = [self.fit_share / self.folds] * self.folds + [1 - self.fit_share]
         *folds, report = traces.split(fractions=shares, seed=self.seed, group_N=prompt_N)
@@ -156,7 +156,7 @@ class CalibrateSTS:
         }
 
     def _check_rounds(self, folds: Sequence[Traces], report: Traces) -> None:
-        """Each slot counts in two folds at least (one may be held out), each part has a round that counts."""
+        """Each slot must be valid in at least two folds (one may be held out), and each part needs a valid round."""
         slot_K = torch.arange(report.logits_NK.shape[1])
         counts = torch.stack([(part.valid_N[:, None] > slot_K).sum(0) for part in (*folds, report)])
         few = ((counts[:-1] > 0).sum(0) < 2).nonzero()[:, 0] + 1
@@ -164,27 +164,27 @@ class CalibrateSTS:
             where = f"at draft slots {few.tolist()}" if len(few) else "in some of its parts"
             raise UserError(
                 f"too few calibration rounds {where}: the answers end too early. Raise "
-                f"calibration.max_new_tokens={self.max_new_tokens} or the data source's calibration count, or say "
+                f"calibration.max_new_tokens={self.max_new_tokens} or the data source's calibration count, or use "
                 "calibration=null"
             )
 
 
-def _kept(path: Path, key: str | None) -> dict[str, Any] | None:
-    """What `path` holds, if it was found under the same key."""
+def _cached(path: Path, key: str | None) -> dict[str, Any] | None:
+    """The content of `path` if it was stored under the same key."""
     if not path.is_file():
         return None
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return kept if kept["key"] == key else None
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return stored if stored["key"] == key else None
 
 
 def gather(generations: Sequence[Generation]) -> tuple[Traces, torch.Tensor]:
     """The rounds of all generations as Traces, and each round's prompt index [N].
 
-    Raises UserError when there is no round: all answers ended with their first token.
+    Raises UserError if there are no rounds: all answers ended with their first token.
     """
     rounds = [(i, r) for i, g in enumerate(generations) for r in g.rounds]
     if not rounds:
-        raise UserError("no calibration rounds: all answers ended with their first token; take other prompts")
+        raise UserError("no calibration rounds: all answers ended with their first token; use other prompts")
     return (
         Traces(
             torch.tensor([r.confidence for _, r in rounds], dtype=torch.float64),

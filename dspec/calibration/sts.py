@@ -1,11 +1,11 @@
-"""Sequential Temperature Scaling (STS) of the confidence head, and the report that shows what it did.
+"""Sequential Temperature Scaling (STS) of the confidence head, and a report of its effect.
 
 Source: DSpark (arXiv 2607.05147), "Confidence-Scheduled Verification". For k = 1..K in order, T_k is grid-searched so
 that prod_{i<=k} sigmoid(z_i / T_i) has the lowest expected calibration error (ECE, equal-width bins) against the event
 "the first k draft tokens were all accepted", with T_1..T_{k-1} already fixed. Fit and report on disjoint `Traces`,
 neither seen in training. Knows nothing of models, decoding or files; float64 on the CPU.
 
-Shapes: N = rounds, K = draft slots, M = the rounds that count at one slot, G = grid points, B = bins.
+Shapes: N = rounds, K = draft slots, M = the rounds valid at one slot, G = grid points, B = bins.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TIE = 1e-12  # ECE values this close differ by rounding only
 
 @dataclass(frozen=True)
 class Traces:
-    """Observed decoding rounds. What lies behind the valid slots (cut off by EOS or the length limit, or not
-    drafted) is never read, may be NaN. Validity must not hang on acceptance (cut at the first *drafted* EOS,
-    accepted or not), or the outcomes that remain are a biased sample."""
+    """Observed decoding rounds. Slots after the valid ones (cut off by EOS or the length limit, or not drafted) are
+    never read and may be NaN. Validity must not depend on acceptance (cut at the first *drafted* EOS, accepted or
+    not), or the remaining outcomes are a biased sample."""
 
     logits_NK: Tensor  # confidence logits z
     accepted_N: Tensor  # leading draft tokens accepted, 0..K
-    valid_N: Tensor  # leading slots that count, 0..K
+    valid_N: Tensor  # leading valid slots, 0..K
 
     def __post_init__(self) -> None:
         if self.logits_NK.ndim != 2 or not self.logits_NK.is_floating_point():
@@ -52,12 +52,12 @@ class Traces:
             raise ValueError(f"{name} must lie in 0..{slots}, the number of slots in logits_NK")
 
     def _first(self, counts_N: Tensor) -> Tensor:
-        """bool [N, K]: the slot is among the first `counts_N`."""
+        """bool [N, K]: whether the slot is among the first `counts_N`."""
         return torch.arange(self.logits_NK.shape[1], device=counts_N.device) < counts_N[:, None]
 
     def slots(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per slot: the rounds that count (int [M]), their logits and their outcomes "the first k were all
-        accepted" (both float64 [M]), on the CPU."""
+        """Per slot: its valid rounds (int [M]), their logits and the outcomes "the first k were all accepted" (both
+        float64 [M]), on the CPU."""
         z_NK = self.logits_NK.detach().cpu().double()
         survived_NK = self._first(self.accepted_N).cpu().double()
         rows = [valid_N.nonzero()[:, 0] for valid_N in self._first(self.valid_N).cpu().T]
@@ -67,13 +67,13 @@ class Traces:
     def cat(parts: Sequence[Traces]) -> Traces:
         """All rounds of `parts`, which must have the same number of slots."""
         if len({part.logits_NK.shape[1] for part in parts}) != 1:
-            raise ValueError(f"cat needs traces of one K, got K = {[p.logits_NK.shape[1] for p in parts]}")
+            raise ValueError(f"cat needs traces with the same K, got K = {[p.logits_NK.shape[1] for p in parts]}")
         fields = ("logits_NK", "accepted_N", "valid_N")
         return Traces(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
     def split(self, *, fractions: Sequence[float], seed: int, group_N: Tensor | None = None) -> list[Traces]:
-        """Disjoint random parts that cover all rounds. With each round's prompt index as `group_N` (int
-        [N]) a response's rounds stay in one part; without it, rounds are drawn one by one."""
+        """Disjoint random parts that cover all rounds. With each round's prompt index as `group_N` (int [N]), a
+        response's rounds stay in one part; without it, rounds are assigned individually."""
         if min(fractions, default=0.0) <= 0 or not math.isclose(sum(fractions), 1.0):
             raise ValueError(f"fractions must be positive and sum to 1, got {list(fractions)}")
         group_N = torch.arange(len(self.valid_N)) if group_N is None else group_N.cpu()
@@ -89,7 +89,7 @@ class Traces:
 
 @dataclass(frozen=True)
 class Calibration:
-    """STS temperatures and the sampling setting of the traces they were fitted on; kept in the checkpoint."""
+    """STS temperatures and the sampling settings of the traces they were fitted on; stored in the checkpoint."""
 
     temperatures: tuple[float, ...]
     temperature: float
@@ -109,12 +109,12 @@ class Calibration:
     def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
         """The inverse of `to_dict`."""
         if set(data) != {"temperatures", "temperature", "top_p"}:
-            raise ValueError(f"calibration needs just temperatures, temperature and top_p: {sorted(data)}")
+            raise ValueError(f"calibration needs exactly temperatures, temperature and top_p: {sorted(data)}")
         temperatures = tuple(float(t) for t in data["temperatures"])
         return cls(temperatures, float(data["temperature"]), float(data["top_p"]))
 
     def applies_to(self, temperature: float, top_p: float) -> bool:
-        """Whether decoding at this setting is what was calibrated (greedy acceptance is another event)."""
+        """Whether these sampling settings are those calibrated for (greedy acceptance is a different event)."""
         return math.isclose(self.temperature, temperature) and math.isclose(self.top_p, top_p)
 
 
@@ -148,8 +148,8 @@ def expected_calibration_error(probabilities: Tensor, outcomes: Tensor, *, bins:
 
 
 def fit_sts(traces: Traces, *, grid: Tensor, bins: int) -> Tensor:
-    """STS temperatures, float64 [K]: slot by slot the point of `grid` [G] with the lowest ECE of the
-    cumulative product; ties go to the T nearest 1.0 in log."""
+    """STS temperatures, float64 [K]: slot by slot the point of `grid` [G] with the lowest ECE of the cumulative
+    product; ties go to the T nearest 1.0 in log space."""
     grid = grid.detach().cpu().double()
     _check_fit(traces, grid, bins)
     prefix_N = torch.ones(len(traces.valid_N), dtype=torch.float64)
@@ -163,8 +163,8 @@ def fit_sts(traces: Traces, *, grid: Tensor, bins: int) -> Tensor:
 
 
 def cross_validated_gain(folds: Sequence[Traces], *, grid: Tensor, bins: int) -> float:
-    """By how much STS lowers the mean ECE over slots on traces it was not fitted on: the mean over `folds`, each
-    held out in turn. Near 0 or below, the temperatures follow noise."""
+    """How much STS lowers the mean ECE over slots on held-out traces: the mean over `folds`, each held out in turn.
+    Near 0 or below, the temperatures fit noise."""
     if len(folds) < 2:
         raise ValueError(f"cross-validation needs at least 2 folds, got {len(folds)}")
     gains = []
@@ -176,11 +176,11 @@ def cross_validated_gain(folds: Sequence[Traces], *, grid: Tensor, bins: int) ->
 
 
 def calibration_report(traces: Traces, temperatures: Tensor, *, bins: int) -> dict[str, Any]:
-    """JSON-ready effect of `temperatures` [K] on held-out `traces`; `before` is T = 1 at every slot.
+    """The effect of `temperatures` [K] on held-out `traces`, JSON-ready; `before` is T = 1 at every slot.
 
     `ece`, `auc_cumulative`: prod_{i<=k} c_i against "the first k were all accepted". `auc_own`: c_k against
-    "token k accepted" among rounds whose first k - 1 were; STS cannot change this one.
-    None: the AUC when one outcome never occurs, the ECE of no rounds (left out of the mean over slots).
+    "token k accepted" among rounds whose first k - 1 were; STS cannot change it.
+    None: an AUC where one outcome never occurs, an ECE without rounds (left out of the mean over slots).
     """
     slots, after = traces.slots(), temperatures.detach().cpu().double()
     if after.shape != (len(slots),) or not (after > 0).all() or not (traces.valid_N > 0).any():
@@ -201,7 +201,7 @@ def _stage(traces: Traces, temperatures: Tensor, bins: int) -> list[dict[str, An
     log_N, reached_N = torch.zeros(len(traces.valid_N), dtype=torch.float64), traces.accepted_N.cpu()
     stage = []
     for k, ((rows, z_M, survived_M), t) in enumerate(zip(traces.slots(), temperatures, strict=True)):
-        log_N[rows] += logsigmoid(z_M / t)  # in logs: no ties where products round to 1
+        log_N[rows] += logsigmoid(z_M / t)  # in log space: no ties from products that round to 1
         log_M, reached_M = log_N[rows], reached_N[rows] >= k
         ece = expected_calibration_error(log_M.exp(), survived_M, bins=bins) if len(rows) else None
         auc_own = _auc((z_M / t)[reached_M], survived_M[reached_M])
@@ -215,7 +215,7 @@ def _bin_index(probability: Tensor, bins: int) -> Tensor:
 
 
 def _bin_gaps(p_MG: Tensor, outcome_M1: Tensor, bins: int) -> Tensor:
-    """[G, B]: sum of (p - outcome) in each bin; its absolute sum over B, divided by M, is the ECE."""
+    """[G, B]: sum of (p - outcome) in each bin; the sum of its absolute values over B, divided by M, is the ECE."""
     points = p_MG.shape[1]
     cell_MG = _bin_index(p_MG, bins) + torch.arange(points) * bins
     gap_MG = p_MG - outcome_M1
@@ -232,7 +232,7 @@ def _grid_errors(z_M: Tensor, prefix_M: Tensor, outcome_M: Tensor, grid: Tensor,
 
 
 def _auc(score_M: Tensor, outcome_M: Tensor) -> float | None:
-    """Exact AUROC, ties count half. Scores enter as ranks: torchmetrics squashes what lies outside [0, 1]."""
+    """Exact AUROC, ties count half. Scores are passed as ranks: torchmetrics squashes values outside [0, 1]."""
     if outcome_M.sum().item() in (0, len(outcome_M)):
         return None
     values, rank_M = torch.unique(score_M, return_inverse=True)
@@ -240,7 +240,7 @@ def _auc(score_M: Tensor, outcome_M: Tensor) -> float | None:
 
 
 def _curve(p_M: Tensor, outcome_M: Tensor, bins: int) -> dict[str, list[Any]]:
-    """Reliability curve, one value per bin; predicted and observed are None where a bin is empty."""
+    """Reliability curve, one value per bin; predicted and observed are None for empty bins."""
     columns = (p_M, outcome_M, torch.ones_like(p_M))
     p_B, outcome_B, count_B = (torch.bincount(_bin_index(p_M, bins), x, minlength=bins) for x in columns)
     count = count_B.long().tolist()
@@ -255,7 +255,7 @@ def _check_fit(traces: Traces, grid: Tensor, bins: int) -> None:
         raise ValueError("need bins >= 1 and a positive finite grid [G] that contains 1.0: temperature_grid")
     empty = [k + 1 for k, (rows, _, _) in enumerate(traces.slots()) if not len(rows)]
     if empty or not traces.logits_NK.shape[1]:
-        raise ValueError(f"no round counts at slots {empty}: collect more traces or fit fewer slots")
+        raise ValueError(f"no valid rounds at slots {empty}: collect more traces or fit fewer slots")
 
 
 def _describe(tensor: Tensor) -> str:

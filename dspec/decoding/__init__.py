@@ -1,1 +1,1 @@
-"""Decoders behind one protocol, one file an algorithm."""
+"""Decoders behind one protocol, one file per algorithm."""

@@ -1,4 +1,4 @@
-"""Plain autoregressive decoding with a KV cache: one token a forward pass, the serial decoder that speeds refer to."""
+"""Plain autoregressive decoding with a KV cache: one token per forward pass, the baseline of all speedups."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Decoders from target and drafter; eval/decoders.py gives them what configs say."""
+"""Builds decoders from target and drafter; eval/decoders.py passes on what the config sets."""
 
 import warnings
 
@@ -30,9 +30,9 @@ def speculative(
     refinement_passes: int,
     confidence_threshold: float,
 ) -> Decoder:
-    """The trained drafter, with or without its sequential head; a threshold of 0 verifies every draft."""
+    """Speculative decoding with the drafter, with or without its sequential head; threshold 0 verifies every draft."""
     if draft is None:
-        raise UserError("decoder=speculative needs a drafter: train one (recipe=dspark) or take decoder=autoregressive")
+        raise UserError("decoder=speculative needs a drafter: train one (recipe=dspark) or use decoder=autoregressive")
     proposer = DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes)
     calibration = draft.metadata.calibration
     if calibration is not None and confidence_threshold > 0 and not proposer.plain:
@@ -57,7 +57,7 @@ def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int
 
 
 def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) -> Decoder:
-    """The target's own tokens, several a pass; the drafter is not used."""
+    """Jacobi decoding: several of the target's own tokens per pass; the drafter is not used."""
     return Jacobi(target=target, config=config)
 
 

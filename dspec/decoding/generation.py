@@ -7,16 +7,16 @@ from typing import Any, Literal
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 
-# stop strings: the length of the shortest beginning of these tokens, longer than so many, that ends the answer
+# (tokens, known) -> length of the shortest prefix of `tokens`, longer than `known`, that ends the answer, or None
 ShouldStop = Callable[[Sequence[int], int], int | None]
 Kind = Literal["prefill", "decode", "draft", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, how its answer is drawn, and where it ends: at a stop token, where `should_stop` says so, or after
-    `max_new_tokens`. What comes out depends on the request alone, whatever is decoded beside it: exactly in float64, up
-    to rounding in other types."""
+    """One prompt, how its answer is sampled, and where it ends: at a stop token, where `should_stop` ends it, or after
+    `max_new_tokens`. The output depends on the request alone, not on the rest of its batch: exactly in float64, up to
+    rounding in other types."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -27,15 +27,15 @@ class Request:
     positions: Sequence[int] | None = None  # of `ids`, then of the tokens to generate; None: 0, 1, ...
 
     def end(self, tokens: Sequence[int], known: int) -> int | None:
-        """Length of the shortest beginning of the answer `tokens`, longer than `known`, that ends it."""
+        """Length of the shortest prefix of the answer `tokens`, longer than `known`, that ends it, or None."""
         stop = next((i + 1 for i in range(known, len(tokens)) if tokens[i] in self.stop_ids), None)
         text = None if self.should_stop is None else self.should_stop(tokens if stop is None else tokens[:stop], known)
         return stop if text is None else text
 
 
 def requests(prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **common: Any) -> list[Request]:
-    """A request for each prompt, with a seed of its own and all else in `common`. Raises UserError for another number
-    of seeds than of prompts."""
+    """One request per prompt with its own seed, all else in `common`. Raises UserError if the number of seeds is not
+    that of the prompts."""
     if len(seeds) != len(prompts):
         raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts: give each prompt its own")
     return [Request(ids=ids, seed=seed, **common) for ids, seed in zip(prompts, seeds, strict=True)]
@@ -43,19 +43,19 @@ def requests(prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **common
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass, as one request saw it."""
+    """One forward pass from the view of one request."""
 
-    kind: Kind  # draft: of the drafter; all others are passes of the big model
-    committed: int = 0  # tokens that it added to the answer
-    positions: int = 0  # computed for this request: with its branches, and with the padding that its batch brought
-    branches: int = 1  # continuations that it looked at side by side
+    kind: Kind  # "draft": a pass of the drafter; all others are passes of the target
+    committed: int = 0  # tokens added to the answer
+    positions: int = 0  # computed for this request, including its branches and the padding of its batch
+    branches: int = 1  # continuations verified in parallel
     drafted: int = 0  # draft tokens sent to verification
     accepted: int = 0  # leading draft tokens accepted, cut at the stop and the length limit
-    valid: int = 0  # leading slots that count: not behind a drafted stop token or the length limit
+    valid: int = 0  # leading slots that count: not past a drafted stop token or the length limit
     confidence: tuple[float, ...] = ()  # confidence logits of the drafted slots, when recorded
 
     def to_row(self) -> list[Any]:
-        """JSON-ready and short: the fields' values but confidence, without those at the end that are the default."""
+        """Compact and JSON-ready: all fields but confidence, trailing defaults dropped."""
         values = [getattr(self, name) for name in _PASS_FIELDS]
         while len(values) > 1 and values[-1] == _PASS_DEFAULTS[len(values) - 1]:
             values.pop()
@@ -68,20 +68,20 @@ _PASS_DEFAULTS = [f.default for f in fields(Pass) if f.name != "confidence"]
 
 @dataclass
 class Generation:
-    """What one request gave: its tokens, up to and including the first stop token, and the passes that made them.
-    All counts are properties of that trace; their meaning is design.md's."""
+    """The output of one request: its tokens, up to and including the first stop token, and the passes that made them.
+    All counts are properties of that trace."""
 
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
     passes: list[Pass] = field(default_factory=list)
-    idle_positions: int = 0  # computed in its row of the batch after its end
+    idle_positions: int = 0  # computed in its row of the batch after it had finished
 
     def _of(self, *kinds: Kind) -> list[Pass]:
         return [p for p in self.passes if p.kind in kinds]
 
     @property
     def _steps(self) -> list[Pass]:
-        """Passes of the big model that are not prefill, of whatever kind."""
+        """All passes of the target but the prefill."""
         return [p for p in self.passes if p.kind not in ("prefill", "draft")]
 
     @property
@@ -100,7 +100,7 @@ class Generation:
 
     @property
     def forwards(self) -> int:
-        """Forward passes of the big model that are not prefill."""
+        """Forward passes of the target, prefill excluded."""
         return len(self._steps)
 
     @property
@@ -110,15 +110,15 @@ class Generation:
 
     @property
     def nfe(self) -> int:
-        """Forward passes of the big model, prefill counted."""
+        """Forward passes of the target, prefill included."""
         return self.prefill_forwards + self.forwards
 
     @property
     def branch_forwards(self) -> int:
-        """Branches of the passes after the prefill: a pass over k + 1 branches is one forward and k + 1 of these."""
+        """Branches over all passes after the prefill: a pass with k + 1 branches counts k + 1 here, 1 in `forwards`."""
         return sum(p.branches for p in self._steps)
 
     @property
     def positions_computed(self) -> int:
-        """Positions of the big model's passes after the prefill, padding and idle ones included."""
+        """Positions that the target computed after the prefill, padding and idle ones included."""
         return self.idle_positions + sum(p.positions for p in self._steps)

@@ -1,13 +1,13 @@
-"""Jacobi decoding: all tokens of a block in one causal pass, iterated until they are what the model itself says.
+"""Jacobi decoding: all tokens of a block in one causal pass, iterated to a fixed point.
 
-One block or several blocks in flight (jacobi_state.py); recycled n-grams are verified beside the draft, in the same row
-behind the same cached text, with a mask that keeps the continuations apart. Greedy output equals greedy autoregressive
-decoding token for token. So does sampled output, with the same seed: the token at output position t is a function of
-the model's distribution there and of the stream's t-th uniform, the one that the autoregressive decoder draws it with,
-and Jacobi iterates that function. So its distribution is the target's exactly.
+One or several blocks are in flight (jacobi_state.py); recycled n-grams are verified next to the draft, in the same row
+after the same cached text, with a mask that keeps the continuations apart. Greedy output equals greedy autoregressive
+decoding token for token. So does sampled output with the same seed: the token at output position t is a function of
+the model's distribution there and of the stream's t-th uniform, which is also the one the autoregressive decoder uses,
+and Jacobi iterates that function. So its distribution is exactly the target's.
 
 Source: Jacobi Forcing (arXiv 2512.14681), inference.
-Legend: B = rows, Q = places of a pass (the anchor, the draft, the candidates), N = B Q, T = output positions,
+Legend: B = rows, Q = queries of a pass (the anchor, the draft, the candidates), N = B Q, T = output positions,
 V = vocabulary.
 """
 
@@ -28,7 +28,7 @@ from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
 BLOCKS = "blocks"  # the part of the state that holds each row's JacobiState
-_UNIFORMS = "uniforms"  # the part with the uniforms [T] of each row's tokens behind the first
+_UNIFORMS = "uniforms"  # the part that holds the uniforms [T] of each row's tokens after the first
 
 
 class Jacobi:
@@ -59,7 +59,7 @@ class Jacobi:
 
     @torch.inference_mode()
     def step(self, state: State) -> None:
-        # 1. draft: what each row verifies behind its anchor, one continuation or several of equal length
+        # 1. draft: what each row verifies after its anchor, one or several continuations of equal length
         blocks: PerRow[JacobiState] = state.parts[BLOCKS]
         with span("lookup"):
             drafts: list[list[list[int]]] = [
@@ -69,7 +69,7 @@ class Jacobi:
         # 2. verify: one pass over all of them
         predicted = self._predict(state, drafts)
 
-        # 3. commit: the continuation that agrees with the model for longest; its keys and values move to their place
+        # 3. commit: the continuation with most accepted tokens; its keys and values move to their final slots
         moved: list[tuple[int, int, int]] = []
         with span("bookkeeping"):
             for i, (row, one, tried, tokens) in enumerate(zip(state.rows, blocks, drafts, predicted, strict=True)):
@@ -77,8 +77,8 @@ class Jacobi:
                     row.generation.idle_positions += len(tokens)
                     continue
                 start, length = len(row.text) - 1, len(tried[0])
-                behind = [tokens[1 + j * length : 1 + (j + 1) * length] for j in range(len(tried))]
-                predictions = [tokens[:1] + rest for rest in behind]
+                after_anchor = [tokens[1 + j * length : 1 + (j + 1) * length] for j in range(len(tried))]
+                predictions = [tokens[:1] + rest for rest in after_anchor]
                 winner, accepted = one.advance(tried, predictions)
                 row.commit_round(
                     tried[winner],
@@ -94,8 +94,8 @@ class Jacobi:
                 state.cache.move(*zip(*moved, strict=True))
 
     def _predict(self, state: State, drafts: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-        """The model's tokens after the anchor and after each token of each continuation [B][Q]: continuation j's
-        behind those of the earlier ones; rows are padded to the longest, and what padding gives is not read."""
+        """The model's tokens [B][Q] after the anchor and after each token of each continuation, one continuation after
+        the other. Rows are padded to the longest; predictions at padding are not read."""
         widths = [1 + sum(map(len, tried)) for tried in drafts]
         Q, device = max(widths), self.target.device
         ids, depth, branch = (torch.zeros(len(drafts), Q, dtype=torch.long) for _ in range(3))
@@ -119,8 +119,8 @@ class Jacobi:
         return self._tokens(output.hidden_BLD.flatten(0, 1), state.samplings, uniform_N).view(-1, Q).tolist()
 
     def _tokens(self, hidden_ND: Tensor, samplings: SamplingBatch, uniform_N: Tensor | None) -> Tensor:
-        """The model's tokens [N], some at a time: with many candidates all logits, let alone distributions, would take
-        gigabytes."""
+        """The model's tokens [N], computed in chunks: with many candidates the logits of all rows, let alone their
+        distributions, would take gigabytes."""
         tokens, Q = [], len(hidden_ND) // len(samplings)
         for part in row_chunks(len(hidden_ND), self.target.vocab_size):
             with span("target LM head"):
@@ -135,7 +135,7 @@ class Jacobi:
 
 
 def _uniforms(state: State, depth_BQ: Tensor) -> Tensor:
-    """The uniforms [B, Q] that the tokens after these depths are drawn with: one per output position, whatever the
+    """The uniforms [B, Q] for drawing the tokens after these depths: one per output position, the same in every
     continuation. The prefill drew token 0, so a row's uniforms begin with token 1's."""
     rows = []
     for row, uniform_T, depth_Q in zip(state.rows, state.parts[_UNIFORMS], depth_BQ, strict=True):

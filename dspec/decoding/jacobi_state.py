@@ -1,16 +1,16 @@
 """Jacobi decoding of one prompt as a pure state machine: the blocks in flight, and the pool of rejected n-grams.
 
-It knows no model: `drafts` says which tokens to verify, `advance` takes what the model predicts after each of them.
-A prediction is whatever the model's next token is under the text before it, so the verified text is the model's own.
+It knows no model: `drafts` returns the tokens to verify, `advance` takes the model's prediction after each of them.
+A prediction is the model's next token given the text before it, so the verified text is the model's own.
 
     verified text (cache)      real-active block   pseudo-active block
     ... the  cat  sat  [on]  |  a   mat  and       slept  the  whole
-                       anchor   draft: verified    draft: updated under a left context that is not verified yet
+                       anchor   draft: verified    draft: updated, but its left context is not verified yet
 
 Source: Jacobi Forcing (arXiv 2512.14681), inference: multiblock decoding, rejection recycling. Departures: a
-pseudo-active block's stable tokens are not frozen, they go on being updated; where a pass verifies the whole
-real-active block, what it saw of the next block stood behind verified text already and is accepted at once. A promoted
-block keeps its draft, whose tokens are all verified again under the now verified text.
+pseudo-active block's stable tokens are not frozen but keep being updated; if a pass verifies the whole real-active
+block, its predictions for the next block already followed verified text and are accepted in the same pass. A promoted
+block keeps its draft, whose tokens are all verified again after the now verified text.
 """
 
 import math
@@ -24,11 +24,11 @@ from dspec.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class JacobiConfig:
-    """How many tokens are in flight and what else is tried.
+    """How many tokens are in flight, and which other continuations are tried.
 
-    `block_size` n; at most `blocks` K in flight; a further block opens once `activation` r of the newest one's tokens
-    agree with the model's predictions. `candidates` recycled n-grams are verified beside the draft, found in the last
-    `pool_size` passes' predictions (0 candidates: no recycling).
+    Blocks of `block_size` n, at most `blocks` K in flight; another block opens once a fraction `activation` r of the
+    newest one's tokens agrees with the model's predictions. `candidates` n-grams recycled from the last `pool_size`
+    passes' predictions are verified next to the draft (0: no recycling).
     """
 
     block_size: int
@@ -44,16 +44,16 @@ class JacobiConfig:
                 "a block of one token is plain autoregressive decoding"
             )
         if not 0 <= self.activation <= 1:
-            raise UserError(f"jacobi's activation={self.activation} is a share of a block: it lies in [0, 1]")
+            raise UserError(f"jacobi's activation={self.activation} is a fraction of a block: it must lie in [0, 1]")
         if self.candidates < 0 or self.pool_size < (1 if self.candidates else 0):
             raise UserError(
-                f"jacobi's candidates={self.candidates} need a pool to come from: pool_size={self.pool_size} must be "
+                f"jacobi's candidates={self.candidates} are drawn from a pool: pool_size={self.pool_size} must be "
                 "at least 1 (candidates=0 turns recycling off)"
             )
 
 
 class Pool:
-    """The predictions that the last passes left unverified, for rejection recycling."""
+    """The unverified predictions of the last passes, for rejection recycling."""
 
     def __init__(self, size: int) -> None:
         self._runs: deque[list[int]] = deque(maxlen=size)
@@ -62,7 +62,7 @@ class Pool:
         self._runs.append(run)
 
     def after(self, token: int) -> Iterator[list[int]]:
-        """What followed `token` in the runs, the newest run first."""
+        """What followed `token` in the runs, newest run first."""
         for run in reversed(self._runs):
             for i, other in enumerate(run[:-1]):
                 if other == token:
@@ -70,21 +70,21 @@ class Pool:
 
 
 class JacobiState:
-    """One prompt's verified text and the draft behind it.
+    """One prompt's verified text and the draft after it.
 
-    Block j holds the output's tokens j * n .. (j + 1) * n - 1; the real-active block is the one that holds the next
-    unverified token. `text` is the prompt and all verified tokens, its last one is the anchor. `draft` reaches to the
-    end of the newest block, or to the length limit.
+    Block j holds output tokens j * n .. (j + 1) * n - 1; the real-active block is the one with the next unverified
+    token. `text` is the prompt and all verified tokens; its last token is the anchor. `draft` extends to the end of
+    the newest block, or to the length limit.
     """
 
     def __init__(self, prompt: Sequence[int], first: int, *, config: JacobiConfig, limit: int, seed: int) -> None:
-        """`first` is the prefill's token; `limit` tokens are the longest output, `seed` draws a new block's tokens."""
+        """`first` is the prefill's token, `limit` the longest output in tokens; `seed` draws a new block's tokens."""
         self.config, self.start = config, len(prompt)
         self.text: list[int] = [*prompt, first]
         self.draft: list[int] = []
-        self.opened = 0  # blocks ever opened
+        self.opened = 0  # blocks opened so far
         self._limit = self.start + limit
-        self._end = self.start  # position behind the newest block
+        self._end = self.start  # position just past the newest block
         self._random = random.Random(seed)
         self._pool = Pool(config.pool_size)
         self._open_blocks(agreed=0, ahead=[])
@@ -95,13 +95,13 @@ class JacobiState:
         return self.opened - (len(self.text) - self.start) // self.config.block_size
 
     def block(self, number: int) -> list[int]:
-        """The present tokens of a block, verified or drafted."""
+        """The current tokens of a block, verified or drafted."""
         begin = number * self.config.block_size
         known = [*self.text[self.start :], *self.draft]
         return known[begin : begin + self.config.block_size]
 
     def drafts(self) -> list[list[int]]:
-        """Rows to verify behind the anchor, all of one length: the draft, then recycled n-grams filled up with it."""
+        """Rows to verify after the anchor, all of one length: the draft, then recycled n-grams padded from it."""
         rows = [self.draft]
         if self.config.candidates:
             for run in self._pool.after(self.text[-1]):
@@ -113,10 +113,10 @@ class JacobiState:
         return rows
 
     def advance(self, rows: Sequence[list[int]], predictions: Sequence[list[int]]) -> tuple[int, int]:
-        """Takes the predictions after the anchor and after each token of each row; (row that wins, drafts accepted).
+        """Takes the predictions after the anchor and each token of each row; returns (winning row, drafts accepted).
 
-        The verified text grows by the winner's accepted drafts and the model's own token behind them; what the winner
-        predicted beyond becomes the draft.
+        The verified text grows by the winner's accepted drafts and the model's own token after them; the winner's
+        remaining predictions become the draft.
         """
         accepted = [_agreeing(row, predicted) for row, predicted in zip(rows, predictions, strict=True)]
         count = max(accepted)
@@ -125,7 +125,7 @@ class JacobiState:
         newest = self.start + (self.opened - 1) * self.config.block_size
         before = len(self.text)
         self.text += predicted[: count + 1]
-        ahead = predicted[count + 1 :]  # up to the position behind the newest block
+        ahead = predicted[count + 1 :]  # up to the position just past the newest block
         self._pool.add(predicted[count:])
         self.draft, ahead = ahead[:-1], ahead[-1:]
         if len(self.text) > newest:
@@ -136,11 +136,11 @@ class JacobiState:
         return winner, count
 
     def _open_blocks(self, *, agreed: int, ahead: list[int]) -> None:
-        """Opens a block when none is left, and further ones while the newest has `agreed` enough."""
+        """Opens a block when none is left, and more while enough of the newest one's tokens `agreed`."""
         while self._end < self._limit:
             if self._end > len(self.text):
-                ripe = agreed >= math.ceil(self.config.activation * self.config.block_size)
-                if not ripe or self.in_flight >= self.config.blocks:
+                ready = agreed >= math.ceil(self.config.activation * self.config.block_size)
+                if not ready or self.in_flight >= self.config.blocks:
                     return
             self._end = min(self._end + self.config.block_size, self._limit)
             self.opened += 1
@@ -151,5 +151,5 @@ class JacobiState:
 
 
 def _agreeing(draft: Sequence[int], predicted: Sequence[int]) -> int:
-    """Leading drafts that equal the predictions."""
+    """How many leading drafts equal the predictions."""
     return next((i for i, (d, p) in enumerate(zip(draft, predicted, strict=False)) if d != p), len(draft))

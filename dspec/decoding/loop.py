@@ -1,7 +1,7 @@
 """The one loop of all decoders.
 
-A decoder is a stepper: `start` runs the prompts' forward pass, each `step` one forward pass of the big model for all
-requests in flight. Between steps requests may join and leave.
+A decoder is a stepper: `start` runs the prefill, each `step` runs one forward pass of the target for all requests in
+flight. Requests may join and leave between steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +20,22 @@ from dspec.spans import span
 class Decoder(Protocol):
     """Decodes any batch of requests, each as if it were alone."""
 
-    lossless: bool  # its output follows the distribution of plain AR of the same model (greedy: its tokens)
+    lossless: bool  # output has the distribution of plain AR with the same model (greedy: the same tokens)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raises UserError for a request that cannot be decoded, by its number."""
+        """Raises UserError for a request that cannot be decoded."""
         ...
 
     def start(self, requests: Sequence[Request]) -> Any:
-        """The State after the prompts' forward pass, which commits each request's first token; checks them first."""
+        """Checks the requests and runs the prefill, which commits each one's first token; returns the State."""
         ...
 
     def step(self, state: Any) -> None:
-        """One forward pass of the big model for all rows; rows that are done ride along."""
+        """One forward pass of the target for all rows; finished rows stay in the batch, their output is ignored."""
         ...
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
-        """What stands in the results beside the decoder's name, for requests with this sampling."""
+        """The settings reported in the results next to the decoder's name, for requests with this sampling."""
         ...
 
 
@@ -47,18 +47,19 @@ def decode(
     in_flight: int | None = None,
     observe: Callable[[State], None] | None = None,
 ) -> list[Generation]:
-    """The generations of `requests`, in their order. At most `in_flight` are decoded at a time (None: all), others
-    join as rows become free. `observe` sees the state before each step.
+    """The generations of `requests`, in order. At most `in_flight` are decoded at a time (None: all); others join as
+    rows become free. `observe` sees the state before each step.
 
-    Raises UserError for no requests, one that the decoder cannot take (before any is decoded), or in_flight < 1.
+    Raises UserError for an empty list, a request that the decoder cannot take (before any is decoded), or
+    in_flight < 1.
     """
     if not requests:
-        raise UserError("no prompts to decode: give at least one")
+        raise UserError("no prompts to decode: pass at least one")
     room = len(requests) if in_flight is None else in_flight
     if room < 1:
         raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
     if room < len(requests):
-        decoder.check(requests)  # those that wait, too, before any is decoded
+        decoder.check(requests)  # also the waiting ones, before any is decoded
     state: State = decoder.start(requests[:room])
     generations, waiting = [row.generation for row in state.rows], list(requests[room:])
     while True:
@@ -84,7 +85,7 @@ def check_requests(model: LanguageModel, requests: Sequence[Request], *, any_ord
     decoder writes in `any_order`, for a request with positions, too."""
     for i, request in enumerate(requests):
         if request.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={request.max_new_tokens}: at least one token must be asked for")
+            raise UserError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
         if not request.ids:
             raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
         if request.positions is not None and not any_order:
@@ -98,7 +99,7 @@ def check_requests(model: LanguageModel, requests: Sequence[Request], *, any_ord
 def prefill(
     model: LanguageModel, requests: Sequence[Request], *, taps: Sequence[int] = ()
 ) -> tuple[State, torch.Tensor]:
-    """One pass over right-padded prompts that commits each row's first token; the state, and the features [B, L, F]."""
+    """One pass over right-padded prompts that commits each row's first token; returns state and features [B, L, F]."""
     lengths = torch.tensor([len(r.ids) for r in requests])
     ids = torch.zeros(len(requests), int(lengths.max()), dtype=torch.long)
     for row, request in zip(ids, requests, strict=True):
@@ -118,7 +119,7 @@ def prefill(
 
 
 def next_tokens(logits_BV: torch.Tensor, state: State) -> list[int]:
-    """Each row's next token, drawn as its request says."""
+    """Each row's next token under its request's sampling."""
     samplings = state.samplings
     if samplings.greedy:
         return logits_BV.argmax(-1).tolist()

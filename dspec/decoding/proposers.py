@@ -22,25 +22,25 @@ from dspec.spans import span
 
 @dataclass
 class Proposal:
-    """Draft tokens [B, J] of which row b's first count_B[b] are meant; the distributions that they were drawn from,
-    and confidence logits if any."""
+    """Draft tokens [B, J], of which row b uses the first count_B[b]; the distributions they were drawn from, and
+    confidence logits if any."""
 
     tokens_BJ: Tensor
     count_B: Tensor
     probs_BJV: Tensor | None = None  # None: drafts are deterministic
     confidence_BJ: Tensor | None = None
-    passes: int = 0  # of the drafter
+    passes: int = 0  # forward passes of the drafter
 
 
 class Proposer(Protocol):
-    """Proposes drafts after each row's anchor, and is told the target's features of verified positions.
+    """Proposes drafts after each row's anchor, and receives the target's features of verified positions.
 
-    What it remembers of the rows in flight, its `memory`, is a RowState (state.py) that the caller keeps.
+    Its `memory` of the rows in flight is a RowState (state.py) that the caller holds.
     """
 
     num_drafts: int
     tap_ids: tuple[int, ...]
-    max_positions: int | None  # of a text that it can continue; None: any
+    max_positions: int | None  # longest text that it can continue; None: any
 
     def start(self, features_BLF: Tensor) -> Any:
         """The memory of new rows, given the features of their right-padded prompts."""
@@ -55,25 +55,25 @@ class Proposer(Protocol):
         uniform_BJ: Tensor | None,
         confidence: bool,
     ) -> Proposal:
-        """Drafts after each row's tokens so far (the last one is the anchor); `uniform_BJ` None is greedy."""
+        """Drafts after each row's text so far (its last token is the anchor); `uniform_BJ` None means greedy."""
         ...
 
     def extend(self, memory: Any, features_BLF: Tensor, start_B: Sequence[int]) -> None:
-        """Features of positions start_B[b] .. that this round verified."""
+        """Takes the features of the positions that this round verified, start_B[b] onwards."""
         ...
 
     def settings(self) -> dict[str, Any]: ...
 
 
 class DraftProposer:
-    """Drafts of a DFlash or DSpark drafter: one block pass, then the sequential head slot by slot."""
+    """Drafts from a DFlash or DSpark drafter: one block pass, then the sequential head slot by slot."""
 
     def __init__(self, draft: Draft, *, sequential_head: bool = True, refinement_passes: int = 0) -> None:
-        """`sequential_head` False leaves the Markov / gated / RNN bias out (the ablation "head off").
+        """`sequential_head=False` leaves out the Markov / gated / RNN bias (the "head off" ablation).
 
-        Each refinement pass puts the block's greedy tokens where the masks stood and runs the block again. Drafters
-        are trained on masks alone, so it costs acceptance (the TPU report saw tau fall from 6.2 to 2.5); the output
-        stays exact, since the inputs of the last pass are a function of the context.
+        Each refinement pass replaces the block's mask tokens with its greedy tokens and runs the block again. Drafters
+        are trained on mask tokens only, so it costs acceptance (the TPU report saw tau fall from 6.2 to 2.5); the
+        output stays exact, since the inputs of the last pass are a function of the context.
         """
         if refinement_passes < 0:
             raise UserError(f"decoder.speculative.refinement_passes={refinement_passes} must be at least 0")
@@ -85,7 +85,7 @@ class DraftProposer:
 
     @property
     def plain(self) -> bool:
-        """Drafts as training and calibration have them: with the head it has, without refinement."""
+        """Whether it drafts as in training and calibration: with the drafter's own head, without refinement."""
         return self.head is self.draft.markov_head and not self.refinement_passes
 
     def settings(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class DraftProposer:
         config, device = self.draft.config, ids_BK.device
         K = config.block_size
         start, window = torch.tensor(start_B, device=device), cache.window(start_B, K)
-        mask = None  # a single row sees all that its cache holds: context up to the anchor, then its block
+        mask = None  # a single row sees its whole cache: context up to the anchor, then its block
         if len(start_B) > 1:
             predicate = masks.draft_blocks(start[:, None], start, block=K)
             mask = masks.dense(predicate, batch=len(start_B), queries=K, keys=window.end, device=device)
@@ -175,7 +175,7 @@ class DraftProposer:
 
 
 class NGrams:
-    """Where each n-gram of a growing text ended last, short of the text's end; new tokens alone are read."""
+    """Where each n-gram of a growing text last ended, the text's end excluded; reads only new tokens."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -183,7 +183,7 @@ class NGrams:
         self._read = 0  # n-grams that end up to here are known
 
     def following(self, text: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens behind the latest earlier occurrence of the text's last n-gram, the longest first."""
+        """Up to `count` tokens after the latest earlier occurrence of the text's last n-gram, longest n first."""
         sizes = range(min(self._longest, len(text) - 1), 0, -1)
         for n in sizes:
             first = max(0, self._read + 1 - n)
@@ -197,7 +197,7 @@ class NGrams:
 
 
 class PromptLookupProposer:
-    """Copies what followed the latest earlier occurrence of the last n-gram; needs no training (and no drafter)."""
+    """Copies what followed the latest earlier occurrence of the last n-gram; needs no training and no drafter."""
 
     def __init__(self, *, num_drafts: int, max_ngram: int, device: torch.device) -> None:
         if num_drafts < 1 or max_ngram < 1:

@@ -1,7 +1,7 @@
 """Sampling: a token's distribution, drawing from it with given uniforms, and lossless verification of drafts.
 
-All randomness is passed in as uniforms from one stream a row, so that a batch draws what single rows draw.
-Distributions are sorted and summed some rows at a time: each row's result depends on that row alone.
+All randomness is passed in as uniforms, one stream per row, so that a batch draws what single rows would.
+Distributions are sorted and summed in chunks of rows: each row's result depends on that row alone.
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from dspec.errors import UserError
 from dspec.precision import widest
 
-_COLDEST = 1e-5  # colder, logits divided by it overflow
+_COLDEST = 1e-5  # dividing logits by a lower temperature overflows
 _REFILL = 512  # uniforms drawn at a time for each row
-_CHUNK_BYTES = 2**26  # of one distribution in float64: sorting and summing take several of that size
+_CHUNK_BYTES = 2**26  # for one float64 copy of the distributions: sorting and summing need several
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy; top_p keeps the smallest set of tokens whose mass reaches it (1.0 keeps all)."""
+    """temperature 0 is greedy; top_p keeps the smallest set of tokens whose probability reaches it (1.0 keeps all)."""
 
     temperature: float
     top_p: float
@@ -33,7 +33,7 @@ class Sampling:
                 f"sampling needs temperature >= 0 and 0 < top_p <= 1, not {self.temperature} and {self.top_p}"
             )
         if 0 < self.temperature < _COLDEST:
-            raise UserError(f"temperature={self.temperature} overflows: say 0 for greedy, or at least {_COLDEST}")
+            raise UserError(f"temperature={self.temperature} overflows: use 0 for greedy, or at least {_COLDEST}")
 
     @property
     def greedy(self) -> bool:
@@ -43,7 +43,7 @@ class Sampling:
         return asdict(self)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The distribution that tokens are drawn from [..., V], in float32 at least; greedy: all on the best token."""
+        """The distribution [..., V] that tokens are drawn from, at least float32; greedy: all mass on the argmax."""
         rows = logits.reshape(-1, logits.shape[-1])
         probs = [self._probs(rows[part]) for part in row_chunks(*rows.shape)]
         return (probs[0] if len(probs) == 1 else torch.cat(probs)).view(logits.shape)
@@ -57,8 +57,8 @@ class Sampling:
             return probs
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         outside = ranked.cumsum(-1) - ranked >= self.top_p
-        kept = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(outside, 0))
-        return kept / kept.sum(-1, keepdim=True)
+        truncated = torch.zeros_like(probs).scatter(-1, order, ranked.masked_fill(outside, 0))
+        return truncated / truncated.sum(-1, keepdim=True)
 
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0)
@@ -69,19 +69,19 @@ class SamplingBatch:
 
     def __init__(self, samplings: Sequence[Sampling]) -> None:
         self._samplings = list(samplings)
-        self._alike = all(sampling == samplings[0] for sampling in samplings)
+        self._identical = all(sampling == samplings[0] for sampling in samplings)
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows are; among rows that are sampled a greedy one is drawn from a point mass."""
+        """Whether all rows are greedy; in a mixed batch a greedy row is drawn from a point mass."""
         return all(sampling.greedy for sampling in self._samplings)
 
     def __len__(self) -> int:
         return len(self._samplings)
 
     def probs(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
-        """`Sampling.probs` of logits [n, ..., V] that belong to these n rows (None: to all, in order)."""
-        if self._alike:
+        """`Sampling.probs` of logits [n, ..., V] that belong to these n rows (None: all rows, in order)."""
+        if self._identical:
             return self._samplings[0].probs(logits)
         groups: dict[Sampling, list[int]] = {}
         for i, row in enumerate(range(len(self)) if rows is None else rows):
@@ -93,7 +93,7 @@ class SamplingBatch:
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """All rows in parts whose distributions stay within a fixed memory: one row each at least, one part without any."""
+    """Slices of rows whose distributions fit a fixed memory, at least one row each; without rows, one empty slice."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, start + size) for start in range(0, max(1, rows), size))
 
@@ -111,7 +111,7 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Streams:
-    """One stream of uniforms a row, each from a seed of its own; every row draws equally often."""
+    """One stream of uniforms per row, each with its own seed; all rows draw equally often."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -136,7 +136,7 @@ class Streams:
         self._buffer = self._buffer[torch.tensor(rows, dtype=torch.long)]
 
     def join(self, other: "Streams") -> None:
-        """Takes the other's rows behind its own; each goes on where it is."""
+        """Appends the other's rows; each stream continues where it is."""
         for one, more in ((self, other), (other, self)):
             one._refill(more._buffer.shape[1] - one._buffer.shape[1])
         self._generators += other._generators
@@ -165,7 +165,7 @@ def verify_sampled(
 ) -> tuple[Tensor, Tensor]:
     """Rejection sampling: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
 
-    Leaves the output distribution that of the target (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means
+    Preserves the target's distribution (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means
     that the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
     """
     B, J = draft_BJ.shape
@@ -181,12 +181,12 @@ def verify_sampled(
     rejected = accepted < count_B
     if J:
         slot = accepted.clamp(max=J - 1)
-        if draft_probs_BJV is None:  # q is one at the drafted token, so that token alone loses weight
+        if draft_probs_BJV is None:  # q is one at the drafted token, so only that token loses weight
             excess, token = probs.clone(), draft_BJ[rows, slot]
             excess[rows, token] = (probs[rows, token] - 1).clamp(min=0)
         else:
             excess = (probs - draft_probs_BJV[rows, slot]).clamp(min=0)
         residual = torch.where(rejected[:, None], excess, probs)
-        # p = q up to rounding leaves an empty residual: the rejection then had probability zero, p is as good
+        # p = q up to rounding leaves an empty residual: the rejection then had probability zero, so p will do
         probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
     return accepted, draw(probs, uniform_B)

@@ -1,8 +1,8 @@
 """Speculative decoding: draft a block, verify it in one target pass, keep the accepted prefix and one more token.
 
-Greedy output equals greedy autoregressive decoding token for token; sampled output has the target's distribution
-exactly (rejection sampling, sampling.py; Leviathan et al. 2023, arXiv 2211.17192). A policy says how much of each draft
-is verified (verification.py).
+Greedy output equals greedy autoregressive decoding token for token; sampled output has exactly the target's
+distribution (rejection sampling, sampling.py; Leviathan et al. 2023, arXiv 2211.17192). A policy decides how much of
+each draft is verified (verification.py).
 
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
@@ -60,13 +60,13 @@ class Speculative:
             if room is not None and len(request.ids) + request.max_new_tokens > room:
                 raise UserError(
                     f"a prompt of {len(request.ids)} tokens and max_new_tokens={request.max_new_tokens} exceed the "
-                    f"drafter's {room} positions; shorten the prompt, lower max_new_tokens, or take a drafter trained "
+                    f"drafter's {room} positions; shorten the prompt, lower max_new_tokens, or use a drafter trained "
                     "for longer texts"
                 )
 
     @torch.inference_mode()
     def step(self, state: State) -> None:
-        # 1. draft: J tokens behind each row's anchor, of which the policy sends count_B[b] to verification
+        # 1. draft: J tokens after each row's anchor, of which the policy sends count_B[b] to verification
         J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]
         uniform = None if samplings.greedy else state.streams.take(2 * J + 1)
         proposal = self.proposer.propose(
@@ -97,7 +97,7 @@ class Speculative:
                 uniforms = uniform[:, J : J + sent], uniform[:, 2 * J]
                 accepted, bonus_token = _verify_sampled(draft, count_B, probs, logits, samplings, *uniforms)
 
-        # 3. commit: the accepted drafts and the token behind them
+        # 3. commit: the accepted drafts and the bonus token
         with span("bookkeeping"):
             lengths, tokens = accepted.tolist(), draft.tolist()
             confidence = self._recorded(proposal, counts)
@@ -109,8 +109,8 @@ class Speculative:
                 drafts = tokens[i][: counts[i]]
                 row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=sent + 1)
 
-        # 4. the drafter reads the target's features of what was verified; only places of rows that moved on may be
-        # overwritten: finished rows stay where they are
+        # 4. the drafter reads the target's features of what was verified; only cache slots of rows that advanced may
+        # be overwritten: finished rows do not move
         self.proposer.extend(memory, output.features_BLF[:, : max(lengths) + 1], starts)
 
     def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[tuple[float, ...]]:
@@ -128,7 +128,7 @@ def _verify_sampled(
     uniform_BJ: Tensor,
     uniform_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Some rows at a time: the target's distributions of a whole batch would take many times the logits' memory."""
+    """In chunks of rows: the target's distributions of a whole batch would take many times the logits' memory."""
     B, positions, V = logits_BJV.shape
     parts = []
     for at in row_chunks(B, positions * V):

@@ -1,4 +1,4 @@
-"""Requests in flight: their text, caches and random streams, which join and leave together."""
+"""Requests in flight: their text, caches and random streams, which join and leave the batch together."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Row:
-    """A request in flight. `text` is the prompt and the tokens committed since; its last one is the anchor, whose keys
-    and values are not in the cache yet."""
+    """A request in flight. `text` is the prompt and the tokens committed since; its last token is the anchor, whose
+    keys and values are not in the cache yet."""
 
     request: Request
     text: list[int]
@@ -25,7 +25,7 @@ class Row:
         return self.generation.stopped or len(self.generation.tokens) >= self.request.max_new_tokens
 
     def commit(self, tokens: Sequence[int]) -> int:
-        """Appends tokens up to and including the first stop, within the length limit; how many they were."""
+        """Appends tokens up to and including the first stop, within the length limit; returns how many."""
         answer, known = self.generation.tokens, len(self.generation.tokens)
         answer += tokens[: self.request.max_new_tokens - known]
         if (end := self.request.end(answer, known)) is not None:
@@ -44,10 +44,10 @@ class Row:
         confidence: tuple[float, ...] = (),
         **cost: int,
     ) -> None:
-        """Commits a round's accepted drafts and the token behind them, if any, and records what its slots showed.
+        """Commits a round's accepted drafts and the bonus token, if any, and records the pass.
 
-        Slots behind the first drafted stop (accepted or not: validity must not hang on the outcome) or behind the
-        length limit do not count. `cost` are the pass's `positions` and `branches`.
+        Slots past the first drafted stop (accepted or not: validity must not depend on the outcome) or past the
+        length limit do not count. `cost` holds the pass's `positions` and `branches`.
         """
         known = len(self.generation.tokens)
         answer = [*self.generation.tokens, *drafts[: self.request.max_new_tokens - known]]
@@ -59,19 +59,19 @@ class Row:
 
 
 class RowState(Protocol):
-    """What a decoder keeps for each row in flight: caches, random streams, drafts."""
+    """What a decoder holds for each row in flight: caches, random streams, drafts."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices, in that order."""
         ...
 
     def join(self, other: Any) -> None:
-        """Takes the rows of another one of its kind behind its own."""
+        """Appends the rows of another RowState of the same type."""
         ...
 
 
 class PerRow(list[T], Generic[T]):
-    """One object a row."""
+    """A list with one object per row."""
 
     def select(self, rows: Sequence[int]) -> None:
         self[:] = [self[i] for i in rows]
@@ -82,12 +82,12 @@ class PerRow(list[T], Generic[T]):
 
 @dataclass
 class State:
-    """The requests in flight, and what belongs to each: row b of every part is rows[b]'s."""
+    """The requests in flight and everything held for them: row b of every part belongs to rows[b]."""
 
     rows: list[Row]
-    cache: PositionCache  # the big model's; holds all of a row's text but its anchor
+    cache: PositionCache  # the target's; holds all of a row's text but its anchor
     streams: Streams
-    parts: dict[str, Any] = field(default_factory=dict)  # RowStates of the decoder's own
+    parts: dict[str, Any] = field(default_factory=dict)  # the decoder's own RowStates, by name
 
     @property
     def samplings(self) -> SamplingBatch:
@@ -95,7 +95,7 @@ class State:
 
     @property
     def starts(self) -> list[int]:
-        """Where each row's next pass begins: at its anchor."""
+        """The position where each row's next pass begins: its anchor's."""
         return [len(row.text) - 1 for row in self.rows]
 
     def _parts(self) -> Iterable[RowState]:
@@ -108,17 +108,17 @@ class State:
             part.select(rows)
 
     def join(self, other: "State") -> None:
-        """Takes another state's requests in flight, which then decodes no more. Raises ValueError for a state of
-        another decoder, or itself."""
+        """Takes over another state's requests; the other must not be used afterwards. Raises ValueError for a state
+        of another decoder, or itself."""
         if other is self or other.parts.keys() != self.parts.keys():
-            raise ValueError("a state is joined by another one of the same decoder")
+            raise ValueError("a state can only join another state of the same decoder")
         for part, more in zip(self._parts(), other._parts(), strict=True):
             part.join(more)
         self.rows = self.rows + other.rows
 
     def drop_finished(self, *, at_once: bool = False) -> None:
-        """Lets finished rows go once they are at least half of all (or `at_once`, where others wait for their place),
-        since that copies the caches; till then they ride along and their positions are counted as idle."""
+        """Drops finished rows once they are at least half of the batch (or `at_once`, if requests are waiting), since
+        that copies the caches; until then they stay in the batch and their positions count as idle."""
         left = [i for i, row in enumerate(self.rows) if not row.done]
         if not left:
             self.rows = []

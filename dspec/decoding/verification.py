@@ -1,4 +1,4 @@
-"""How much of each draft is verified: all of it, or the leading slots that the drafter is sure of."""
+"""How much of each draft is verified: all of it, or the leading slots in which the drafter is confident."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from dspec.errors import UserError
 class VerificationPolicy(Protocol):
     """How many leading drafts [B] of a proposal are sent to verification.
 
-    The output distribution stays the target's as long as slot k's fate hangs on draft tokens before k only.
+    The output distribution stays the target's as long as whether slot k is verified depends only on tokens before k.
     """
 
     reads_confidence: bool
@@ -27,7 +27,7 @@ class VerificationPolicy(Protocol):
 
 
 class VerifyAll:
-    """Every draft."""
+    """Verifies every draft."""
 
     reads_confidence = False
 
@@ -39,17 +39,18 @@ class VerifyAll:
 
 
 class ConfidenceThreshold:
-    """The leading slots whose confidence reaches a threshold: slot k's confidence reads draft tokens before k only."""
+    """Verifies the leading slots whose confidence reaches a threshold; slot k's confidence depends only on draft tokens
+    before k."""
 
     reads_confidence = True
 
     def __init__(self, threshold: float, *, calibration: Calibration | None) -> None:
-        """`calibration` is used for requests at the sampling that it was fitted at; for others confidences stay raw,
-        with a warning that names both settings."""
+        """`calibration` applies to requests with the sampling it was fitted at; for others confidences stay raw, with a
+        warning that names both settings."""
         if not 0 < threshold < 1:
             raise UserError(f"decoder.confidence_threshold={threshold} must lie in [0, 1)")
         self.threshold, self.calibration = threshold, calibration
-        self._refused: set[Sampling] = set()  # said once
+        self._refused: set[Sampling] = set()  # warned about once
 
     def _calibrated(self, sampling: Sampling) -> bool:
         c = self.calibration

@@ -1,1 +1,1 @@
-"""What Jacobi Forcing alone needs: noise schedules, packed rows, teachers."""
+"""Parts that only Jacobi Forcing uses: noise schedules, packed rows, teachers."""

@@ -1,9 +1,9 @@
-"""Which state of a Jacobi trajectory stands for a block in training: noise ratios and the schedules over blocks.
+"""Which state of its Jacobi trajectory represents a block in training: noise ratios and schedules over blocks.
 
-Source: Jacobi Forcing (arXiv 2512.14681), noise schedule and training sequence preparation: block i is meant to have
-the noise ratio t_i = W[i mod w], W = {0, 1/w, ..., (w-1)/w}, and the state whose ratio is nearest is taken.
+Source: Jacobi Forcing (arXiv 2512.14681), noise schedule and training sequence preparation: block i should have the
+noise ratio t_i = W[i mod w], W = {0, 1/w, ..., (w-1)/w}, and the state with the nearest ratio is taken.
 
-Legend: N = blocks, K = states of a trajectory (its last one is the fixed point), n = tokens of a block.
+Legend: N = blocks, K = states of a trajectory (the last one is the fixed point), n = tokens of a block.
 """
 
 from abc import ABC, abstractmethod
@@ -19,18 +19,18 @@ Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def divergent_suffix(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
-    """Share [N, K] of a block's `length_N` tokens from the first wrong one on: what decoding has not verified."""
+    """Fraction [N, K] of a block's `length_N` tokens from the first wrong one on: not yet verified in decoding."""
     diverged = _wrong(states_NKn, clean_Nn, length_N).long().cummax(-1).values
     return (diverged * _inside(clean_Nn, length_N)[:, None]).sum(-1) / length_N[:, None]
 
 
 def hamming(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
-    """Share [N, K] of a block's `length_N` tokens that are wrong."""
+    """Fraction [N, K] of a block's `length_N` tokens that are wrong."""
     return _wrong(states_NKn, clean_Nn, length_N).sum(-1) / length_N[:, None]
 
 
 def depth(state_Nn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
-    """Tokens [N, n] that lie between a block's first wrong one and each: 0 up to the wrong one, then 1, 2, ..."""
+    """Distance [N, n] of each token from its block's first wrong one: 0 up to the wrong one, then 1, 2, ..."""
     wrong_Nn = _wrong(state_Nn[:, None], clean_Nn, length_N)[:, 0]
     slot_n = torch.arange(clean_Nn.shape[-1], device=clean_Nn.device)
     first_N = torch.where(wrong_Nn.any(-1), wrong_Nn.long().argmax(-1), len(slot_n))
@@ -49,19 +49,20 @@ class Schedule(Protocol):
     """Chooses a state for each block."""
 
     def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
-        """States [N], given the noise ratios of each block's first `count_N` states, its number in the response, and a
-        uniform in [0, 1) for what is drawn."""
+        """State indices [N], given the noise ratios of each block's first `count_N` states, its index in the response,
+        and a uniform in [0, 1) for any randomness."""
         ...
 
 
 def nearest_state(ratio_NK: Tensor, count_N: Tensor, target_N: Tensor) -> Tensor:
-    """The state [N], of each block's first `count_N`, whose ratio is nearest to the target; the earliest on ties."""
+    """Index [N] of the state, among each block's first `count_N`, whose ratio is nearest to the target; the earliest on
+    ties."""
     beyond = torch.arange(ratio_NK.shape[1], device=ratio_NK.device) >= count_N[:, None]
     return (ratio_NK - target_N[:, None]).abs().masked_fill(beyond, torch.inf).argmin(1)
 
 
 class RatioSchedule(ABC):
-    """A schedule that gives each block a noise ratio t_i; its state is the one whose ratio is nearest."""
+    """A schedule that assigns each block a noise ratio t_i; the state with the nearest ratio is chosen."""
 
     def __init__(self, *, window: int) -> None:
         """`window` in blocks: the paper's w. Raises UserError below 1."""
@@ -71,7 +72,7 @@ class RatioSchedule(ABC):
 
     @abstractmethod
     def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
-        """t_i [N] of blocks by their number in the response; `uniform_N` in [0, 1) is for what is drawn."""
+        """t_i [N] for blocks at these indices in the response; `uniform_N` in [0, 1) is for any randomness."""
 
     def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return nearest_state(ratio_NK, count_N, self.ratio(index_N, uniform_N))
@@ -92,14 +93,14 @@ class Reverse(RatioSchedule):
 
 
 class RandomSchedule(RatioSchedule):
-    """t_i drawn from the window's ratios, anew in each step."""
+    """t_i drawn from the window's ratios, again in each step."""
 
     def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return (uniform_N * self.window).floor() / self.window
 
 
 class AnyState:
-    """A state of the trajectory, all alike: no ratio and no schedule (CLLM)."""
+    """A uniformly drawn state of the trajectory: no ratio, no schedule (CLLM)."""
 
     def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return (uniform_N * count_N).long()

@@ -1,9 +1,9 @@
 """Rows for Jacobi Forcing: [prompt][noisy 0][clean 0][noisy 1][clean 1] ..., several trajectories per row.
 
-Both copies of a block stand at the same positions; which state the noisy copy shows is chosen when the row is used
-(dspec/jacobi_forcing/noise.py), from the states that travel with the batch. It knows no model.
+Both copies of a block have the same positions; the noisy copy's state is chosen when the row is used
+(dspec/jacobi_forcing/noise.py), from the states that come with the batch. It knows no model.
 
-Legend: B = rows, L = places in a row, N = blocks of the batch, K = states (padded), n = tokens of a block (padded);
+Legend: B = rows, L = indices in a row, N = blocks of the batch, K = states (padded), n = tokens of a block (padded);
 of one trajectory P = prompt tokens, R = response tokens, J = blocks, S = states of all its blocks.
 """
 
@@ -21,10 +21,10 @@ from dspec.method import Batch
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """A prompt, the model's response to it, and each block's states from the first draft to the fixed point.
+    """A prompt, the model's response, and each block's states from the first draft to the fixed point.
 
     Integer tensors, so that a trajectory can be a view of a file. The last block may be shorter: its states are zero
-    behind the response's end.
+    past the response's end.
     """
 
     prompt_P: Tensor
@@ -41,7 +41,7 @@ class Trajectory:
         *,
         block_size: int,
     ) -> "Trajectory":
-        """`blocks` are [blocks][states][tokens]."""
+        """`blocks` is [blocks][states][tokens]."""
         padded = [[*state, *[0] * (block_size - len(state))] for states in blocks for state in states]
         flat = (prompt, response, padded, [len(states) for states in blocks])
         return cls(*(torch.tensor(values, dtype=torch.int32) for values in flat))
@@ -67,7 +67,7 @@ class Trajectory:
         return len(self.prompt_P) + 2 * len(self.response_R)
 
     def beginning(self, blocks: int) -> "Trajectory":
-        """The same with its first blocks only."""
+        """The same trajectory cut to its first `blocks` blocks."""
         count_J = self.count_J[:blocks]
         tokens = blocks * self.block_size
         return Trajectory(self.prompt_P, self.response_R[:tokens], self.states_Sn[: int(count_J.sum())], count_J)
@@ -75,29 +75,29 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryBatch(Batch):
-    """Packed rows with clean tokens in both copies, and what the noisy copies may show instead.
+    """Packed rows with clean tokens in both copies, and the states that can replace them in the noisy ones.
 
     `loss_BL` marks the clean copies (the response), `document_BL` is -1 on padding.
     """
 
-    block_BL: Tensor  # number of the block in its response, -1 in prompts
+    block_BL: Tensor  # index of the block in its response, -1 in prompts
     noisy_BL: Tensor  # bool: the noisy copies
-    clean_index_BL: Tensor  # place of the clean copy of a noisy token (else this place)
-    previous_index_BL: Tensor  # place before it in the clean text, -1 at its start
+    clean_index_BL: Tensor  # index in the row of a noisy token's clean copy (else its own index)
+    previous_index_BL: Tensor  # index in the row of the previous token of the clean text, -1 at its start
     last_BL: Tensor  # bool: both copies of a response's last token
     states_NKn: Tensor
-    count_N: Tensor  # states
-    length_N: Tensor  # tokens
-    index_N: Tensor  # number of the block in its response
+    count_N: Tensor  # states per block
+    length_N: Tensor  # tokens per block
+    index_N: Tensor  # index of the block in its response
     row_N: Tensor
-    start_N: Tensor  # of the noisy copy's first token in the row
+    start_N: Tensor  # index in the row of the noisy copy's first token
 
     def to(self, device: object) -> "TrajectoryBatch":
         moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
         return TrajectoryBatch(**moved)
 
     def states(self, chosen_N: Tensor) -> Tensor:
-        """Tokens [N, n] of state chosen_N[i] of each block i."""
+        """Tokens [N, n]: state chosen_N[i] of block i."""
         return self.states_NKn[torch.arange(len(chosen_N), device=chosen_N.device), chosen_N]
 
     @property
@@ -106,7 +106,7 @@ class TrajectoryBatch(Batch):
         return self.states(self.count_N - 1)
 
     def scatter_to_noisy(self, value_Nn: Tensor, onto_BL: Tensor) -> Tensor:
-        """A copy of `onto_BL` with the blocks' values, one per token, at the places of the noisy copies."""
+        """A copy of `onto_BL` with the blocks' values, one per token, written to the noisy copies."""
         slot_n = torch.arange(value_Nn.shape[1], device=value_Nn.device)
         inside = slot_n < self.length_N[:, None]
         scattered_BL = onto_BL.clone()
@@ -120,8 +120,7 @@ class TrajectoryBatch(Batch):
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], *, row_length: int) -> list[list[Trajectory]]:
-    """Rows of whole trajectories, first fit in their order, filled up to `row_length` places; a longer one has a row of
-    its own."""
+    """Rows of whole trajectories, first-fit in order, up to `row_length` tokens; a longer one gets its own row."""
     rows: list[list[Trajectory]] = []
     room = _Room(len(trajectories), row_length)
     for trajectory in trajectories:
@@ -135,7 +134,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, row_length: int) ->
 
 
 class _Room:
-    """Free places of rows, and the first row that has enough of them: a tree of maxima, both in O(log rows)."""
+    """Free tokens per row, and the first row with enough of them: a segment tree of maxima, both in O(log rows)."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._leaves = 1 << max(rows - 1, 0).bit_length()
@@ -193,18 +192,18 @@ def trajectory_batch(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Neighbouring places of a row: a prompt, or one copy of a block."""
+    """Consecutive tokens of a row: a prompt, or one copy of a block."""
 
     tokens: Tensor
     document: int
     position: int  # of its first token in the text
     block: int  # -1: the prompt
     noisy: bool
-    ends: bool  # with the response's last token
+    ends: bool  # its last token is the response's last
 
 
 def _segments(row: Sequence[Trajectory]) -> Iterator[_Segment]:
-    """In the row's order."""
+    """The segments of a row, in order."""
     for document, trajectory in enumerate(row):
         position = len(trajectory.prompt_P)
         yield _Segment(trajectory.prompt_P, document, 0, -1, noisy=False, ends=False)
@@ -215,7 +214,7 @@ def _segments(row: Sequence[Trajectory]) -> Iterator[_Segment]:
             position += len(tokens)
 
 
-# what a row's places hold: `to_clean` and `to_previous` are distances in places (0: none), behind and before
+# padding of each per-token field: `to_clean` is a distance forwards in the row, `to_previous` backwards (0: none)
 _PADDING = {
     "ids": 0, "position": 0, "document": -1, "block": -1, "noisy": False, "clean": False, "last": False,
     "to_clean": 0, "to_previous": 0,
@@ -223,18 +222,18 @@ _PADDING = {
 
 
 def _places(row: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """A row's places, one value each [L] by the names of _PADDING."""
-    # 1. the segments one behind another: which one a place is in, and where in it
+    """The per-token fields [L] of a row, named as in _PADDING."""
+    # 1. the segments in sequence: the segment of each token, and its offset there
     segments = list(_segments(row))
     length_S = torch.tensor([len(s.tokens) for s in segments])
     segment_L = torch.arange(len(segments)).repeat_interleave(length_S)
     within, length = torch.arange(len(segment_L)) - (length_S.cumsum(0) - length_S)[segment_L], length_S[segment_L]
-    # 2. what a whole segment shares
+    # 2. the fields shared by a whole segment
     shared = torch.tensor([(s.document, s.position, s.block, s.noisy, s.ends) for s in segments])
     document, position, block, noisy, ends = shared[segment_L].unbind(1)
     noisy = noisy.bool()
     clean = ~noisy & (block >= 0)
-    # 3. links: a clean copy lies right behind the noisy one, so the clean text goes on before that
+    # 3. links: a clean copy directly follows its noisy copy, so its previous clean token is before both
     to_previous = torch.where(within > 0, 1, torch.where(clean, length + 1, 0)).masked_fill(noisy, 0)
     return {
         "ids": torch.cat([s.tokens for s in segments]).long(),
@@ -250,8 +249,8 @@ def _places(row: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def _blocks(rows: Sequence[Sequence[Trajectory]]) -> dict[str, Tensor]:
-    """What a batch says of its N blocks, row by row."""
-    # 1. each block's number in its response, its row, and where its noisy copy starts there
+    """The per-block fields of a batch, row by row."""
+    # 1. each block's index in its response, its row, and where its noisy copy starts there
     flat = [trajectory for row in rows for trajectory in row]
     begins = [at for row in rows for at in accumulate((t.packed_length for t in row[:-1]), initial=0)]
     index = [torch.arange(len(t.count_J)) for t in flat]

@@ -1,7 +1,7 @@
 """Teachers of the consistency loss: same pass (stop-gradient), initial weights, or EMA.
 
-A teacher gives hidden states of the same packed rows and the head that reads them; it is never differentiated. Only
-the trained weights are copied (with LoRA: the adapters), and swapped in for the teacher's pass.
+A teacher returns hidden states of the same packed rows and the LM head that reads them, both detached. Only the trained
+weights are copied (with LoRA: the adapters), and swapped in for the teacher's pass.
 """
 
 from typing import Protocol
@@ -16,7 +16,7 @@ from dspec.models.language_model import LanguageModel
 
 class Teacher(Protocol):
     def bind(self, target: LanguageModel) -> None:
-        """Takes the target as it is when training starts; called once."""
+        """Called once with the target, before training."""
         ...
 
     def after_step(self, target: LanguageModel) -> None:
@@ -26,7 +26,7 @@ class Teacher(Protocol):
     def __call__(
         self, target: LanguageModel, ids_BL: Tensor, *, positions_BL: Tensor, mask: Predicate, student_BLD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [B, L, D] and the head [V, D]; `student_BLD` is what the student's pass gave."""
+        """Hidden states [B, L, D] and the head [V, D]; `student_BLD` are the hidden states of the student's pass."""
         ...
 
 
@@ -46,9 +46,9 @@ class StopGradientTeacher(nn.Module):
 
 
 class Frozen(nn.Module):
-    """The weights that training started from, in a second pass."""
+    """The initial weights, in a second pass."""
 
-    _in_checkpoint = False  # the base is loaded anew
+    _in_checkpoint = False  # the base is loaded again instead
 
     def bind(self, target: LanguageModel) -> None:
         self._names = [name for name, p in target.named_parameters() if p.requires_grad]
@@ -89,4 +89,4 @@ class EMATeacher(Frozen):
 
 
 def _key(name: str) -> str:
-    return name.replace(".", "/")  # a buffer's name holds no dot
+    return name.replace(".", "/")  # buffer names must not contain dots

@@ -1,4 +1,4 @@
-"""The AR base: next-token cross-entropy on packed documents; the target that all other methods share.
+"""The AR base: next-token cross-entropy on packed documents; it trains the target that all other methods share.
 
 Source: none; this is plain language-model training, L = - mean over supervised tokens of log p(x_t | x_<t within the
 document).
@@ -21,7 +21,7 @@ from dspec.models.language_model import LanguageModel
 
 
 class ARBase(Method):
-    """Trains all of a target's weights."""
+    """Trains all weights of the target."""
 
     def __init__(self, *, target: LanguageModel, chunk_mb: float) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """DFlash: train a block-diffusion drafter without heads on random anchors.
 
-Source: "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab, arXiv 2602.06036), its training section: random
+Source: "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab, arXiv 2602.06036), training section: random
 anchors, blocks that do not see each other, exponentially decaying cross-entropy w_k = exp(-k / gamma). Both slot
-layouts (models/draft.py); what is computed is methods/drafter.py.
+layouts (models/draft.py); the computation is in methods/drafter.py.
 
-Departures: target features are computed online, kept in memory at most (feature_cache_mb); gamma is a parameter, as in
-DeepSpec@afdfa7c (4.0 whatever the block), not tied to the block size; each loss is divided by the sum of its weights
-over all ranks; total variation may be weighed in (tv_weight), which DFlash does not do.
+Departures: target features are computed online, at most cached in memory (feature_cache_mb); gamma is a parameter, as
+in DeepSpec@afdfa7c (4.0 for every block size), not tied to the block size; each loss is divided by the sum of its
+weights over all ranks; a total-variation term may be added (tv_weight), which DFlash does not have.
 """
 
 from dspec.errors import UserError
@@ -16,7 +16,7 @@ from dspec.models.language_model import LanguageModel
 
 
 class DFlash(DrafterMethod):
-    """Cross-entropy (and, if asked, total-variation) training of a drafter that has no heads."""
+    """Cross-entropy (and optionally total-variation) training of a drafter without heads."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class DFlash(DrafterMethod):
         """Raises UserError for a drafter with a Markov or confidence head."""
         if draft.markov_head is not None or draft.confidence_head is not None:
             raise UserError(
-                "DFlash trains a drafter without heads: say draft.markov_head_type=null draft.confidence_head=false, "
+                "DFlash trains a drafter without heads: set draft.markov_head_type=null draft.confidence_head=false, "
                 "or recipe=dspark"
             )
         super().__init__(

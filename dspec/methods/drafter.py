@@ -1,7 +1,7 @@
 """What DFlash and DSpark share: a drafter learns blocks at random anchors of the target's own responses.
 
-All blocks of a batch run through the drafter at once, behind a mask that keeps them apart. Each slot that has a label
-is one row of the loss; heads (models/heads.py) take part where the drafter has them.
+All blocks of a batch run through the drafter in one pass, under a mask that keeps them apart. Each slot with a label is
+one row of the loss; heads (models/heads.py) are trained if the drafter has them.
 
 Legend: B = batch, L = positions, N = anchors, K = block slots, J = draft slots, P = supervised slots, D = width,
 V = vocabulary.
@@ -30,18 +30,18 @@ from dspec.precision import widest
 class Blocks:
     """The drafted blocks of a batch and what supervises them."""
 
-    hidden_BNJD: Tensor  # drafter states of the slots that draft
+    hidden_BNJD: Tensor  # drafter hidden states of the draft slots
     previous_BNJ: Tensor  # token before the one each slot predicts
     label_BNJ: Tensor  # token each slot predicts
-    at_BNJ: Tensor  # position whose target hidden state gives the target's distribution of that token
+    at_BNJ: Tensor  # position of the target hidden state that predicts the same token
     supervised_BNJ: Tensor  # bool
 
 
 def sample_anchors(loss_BL: Tensor, count: int, *, generators: Sequence[Generator]) -> tuple[Tensor, Tensor]:
     """Up to `count` anchors per row, uniform without replacement, sorted: positions [B, N] and validity [B, N].
 
-    Row b draws from generators[b] alone, whatever it is padded to. Position p may be an anchor if both it and p + 1
-    are supervised.
+    Row b draws only from generators[b], independent of padding. Position p may be an anchor if both p and p + 1 are
+    supervised.
     """
     eligible = loss_BL[:, :-1] & loss_BL[:, 1:]
     score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=False)])
@@ -56,7 +56,7 @@ def sample_anchors(loss_BL: Tensor, count: int, *, generators: Sequence[Generato
 
 
 class DrafterMethod(Method):
-    """Weighted cross-entropy, total variation and confidence of a drafter against its frozen target."""
+    """Weighted cross-entropy, total-variation and confidence losses of a drafter against its frozen target."""
 
     shown = ("accept_0", "accuracy_0", "expected_tau")
 
@@ -74,9 +74,9 @@ class DrafterMethod(Method):
         feature_cache_mb: float,
     ) -> None:
         """`num_anchors` blocks per row; `loss_decay` is gamma in slots; `chunk_mb` MiB of logits exist at a time. The
-        target's outputs are kept for later epochs in at most `feature_cache_mb` MiB (0: computed in each step).
+        target's outputs are cached for later epochs in at most `feature_cache_mb` MiB (0: computed in each step).
 
-        Raises UserError for numbers out of range, or where a confidence is weighed that no head gives.
+        Raises UserError for numbers out of range, or for a confidence weight without a confidence head.
         """
         super().__init__()
         if draft.confidence_head is None and confidence_weight:
@@ -84,7 +84,7 @@ class DrafterMethod(Method):
         if num_anchors < 1:
             raise UserError(f"method.num_anchors={num_anchors} blocks per row must be at least 1")
         if loss_decay <= 0:
-            raise UserError(f"method.loss_decay={loss_decay} slots must be above 0 (large: all slots count alike)")
+            raise UserError(f"method.loss_decay={loss_decay} slots must be above 0 (large: all slots count equally)")
         self.target, self.draft = target, draft
         self.num_anchors, self.loss_decay, self.chunk_mb = num_anchors, loss_decay, check_chunk(chunk_mb)
         draft.metadata.num_anchors = num_anchors
@@ -102,7 +102,7 @@ class DrafterMethod(Method):
 
     @torch.no_grad()
     def _outputs(self, batch: Batch) -> ModelOutput:
-        """Of the target; with a cache only up to each row's last supervised position, behind which nothing is read."""
+        """The target's outputs; with a cache only up to each row's last supervised position: no later one is read."""
         if self._cache is None:
             return self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
         place = torch.arange(1, batch.loss_BL.shape[1] + 1, device=batch.loss_BL.device)
@@ -110,9 +110,9 @@ class DrafterMethod(Method):
 
     def loss_at(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
         """The loss for given anchors; `output` holds the target's features and final hidden states."""
-        # 1. the drafter on all blocks, its slots lined up with their labels
+        # 1. the drafter on all blocks, its slots aligned with their labels
         blocks = self.draft_blocks(batch, output, anchor_BN, valid_BN)
-        # 2. the supervised slots as rows, each weighted by its place in its block
+        # 2. the supervised slots as rows, each weighted by its index in its block
         chosen = blocks.supervised_BNJ
         slots, device = chosen.shape[-1], chosen.device
         slot_P = torch.arange(slots, device=device).expand(chosen.shape)[chosen]
@@ -122,7 +122,7 @@ class DrafterMethod(Method):
         def per_slot(values: Tensor) -> tuple[Tensor, Tensor]:
             return torch.bincount(slot_P, weights=values.to(widest(device)), minlength=slots).to(weight_P), count_J
 
-        # 3. cross-entropy and, where it is read, the distance to the target's distribution
+        # 3. cross-entropy and, if needed, the distance to the target's distribution
         loss, stats = self._chunked(blocks, output, weight_P)
         metrics: Metrics = {"ce": ((weight_P * stats[:, 0]).sum(), weight)}
         if not self._reads_target():
@@ -130,7 +130,7 @@ class DrafterMethod(Method):
         _, l1_P, match_P = stats.unbind(-1)
         metrics["tv"] = (weight_P * l1_P / 2).sum(), weight
         metrics |= {"accept": per_slot(1 - l1_P / 2), "match": per_slot(match_P)}
-        # 4. the confidence head against the acceptance that this distance means
+        # 4. the confidence head against the acceptance rate implied by that distance
         confidence_P = self.draft.confidence(blocks.previous_BNJ[chosen], blocks.hidden_BNJD[chosen])
         if confidence_P is not None:
             bce = (weight_P * confidence_loss(confidence_P.to(l1_P), l1_P)).sum()
@@ -138,7 +138,7 @@ class DrafterMethod(Method):
         return LossOutput(loss, weight, metrics)
 
     def draft_blocks(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> Blocks:
-        """Runs the drafter on all blocks at once and lines its slots up with their labels."""
+        """Runs the drafter on all blocks in one pass and aligns its slots with their labels."""
         config = self.draft.config
         (B, L), N, K = batch.ids_BL.shape, anchor_BN.shape[1], config.block_size
         device = batch.ids_BL.device
@@ -160,8 +160,8 @@ class DrafterMethod(Method):
         return Blocks(hidden_BNJD, previous, label, at, supervised)
 
     def _reads_target(self) -> bool:
-        """Whether the target's distribution is computed: in training only if the loss weighs it, or the confidence head
-        aims at it."""
+        """Whether the target's distribution is computed: in training only if the TV loss or the confidence head needs
+        it."""
         return self.tv_weight != 0 or self.draft.confidence_head is not None or not torch.is_grad_enabled()
 
     def _chunked(self, blocks: Blocks, output: ModelOutput, weight_P: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ class DrafterMethod(Method):
         return chunked_sum(criterion, terms=terms, constants=constants, chunk_mb=self.chunk_mb)
 
     def _logit_terms(self, blocks: Blocks) -> list[tuple[Tensor, Tensor]]:
-        """Factors (x [P, .], W [V, .]) whose products sum to the draft's logits: hidden states and LM head and, of a
+        """Factors (x [P, .], W [V, .]) whose products sum to the draft's logits: hidden states and LM head and, with a
         Markov head, transition codes and W2."""
         chosen = blocks.supervised_BNJ
         terms = [(blocks.hidden_BNJD[chosen], self.draft.lm_head.weight)]
@@ -188,7 +188,7 @@ class DrafterMethod(Method):
         return terms
 
     def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """tau if every slot were drawn from the draft's distribution: 1 + the sum of cumulative acceptances."""
+        """tau if every slot were sampled from the draft's distribution: 1 + the sum of cumulative acceptance rates."""
         return {"expected_tau": 1 + values["accept"].cumprod(0).sum()} if "accept" in values else {}
 
     def export(self, folder: Path, *, card: str) -> Path:

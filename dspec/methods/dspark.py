@@ -5,14 +5,14 @@ University, arXiv 2607.05147), sections 2-4, with the arithmetic of DeepSpec@afd
 
     L = a_ce L_ce + a_tv L_tv + a_conf L_conf, each of them a sum over slots weighted by w_k = exp(-k / gamma)
     L_tv = sum_v |p_draft - p_target|, twice the total variation
-    L_conf = BCE(confidence, c*), c* = 1 - L_tv / 2, not differentiated
+    L_conf = BCE(confidence, c*), c* = 1 - L_tv / 2, detached
 
-What is computed is methods/drafter.py. Departures: as DFlash's (methods/dflash.py). The confidence loss reaches the
-backbone, as in DeepSpec. Temperatures (STS) are fitted afterwards, by dspec/calibration/sts.py.
+The computation is in methods/drafter.py. Departures: as DFlash's (methods/dflash.py). The confidence loss also trains
+the backbone, as in DeepSpec. Temperatures (STS) are fitted afterwards, by dspec/calibration/sts.py.
 """
 
 from dspec.methods.drafter import DrafterMethod
 
 
 class DSpark(DrafterMethod):
-    """Trains a drafter with the heads that it has; they are teacher-forced."""
+    """Trains a drafter with whichever heads it has, teacher-forced."""

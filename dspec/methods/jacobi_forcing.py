@@ -1,21 +1,20 @@
 """Jacobi Forcing: train a causal LM to map the noisy states of its own Jacobi trajectories to their fixed points.
 
 Source: "Fast and Accurate Causal Parallel Decoding using Jacobi Forcing" (arXiv 2512.14681; released code
-hao-ai-lab/JacobiForcing@028dbd6), its training section:
+hao-ai-lab/JacobiForcing@028dbd6), training section:
 L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask (attention/masks.py). CLLM (arXiv
-2403.00835) is window 1 without a schedule; keeping part of the change is WiSE-FT (arXiv 2109.01903).
+2403.00835) is window 1 without a schedule; keeping part of the weight change is WiSE-FT (arXiv 2109.01903).
 
-L_pc is the forward KL from the distribution on the clean copy to the one on the noisy copy, place by place: at place t
-both predict token t + 1, so a block's last place predicts the next block's first token. Where both copies see the same
-text the KL of the same pass is zero, value and gradient, so no place needs to be left out but a response's last one,
-behind which there is nothing. L_AR runs over the clean copies, which are a plain causal text.
+L_pc is the forward KL from the distribution on the clean copy to the one on the noisy copy, token by token: at token t
+both predict token t + 1, so a block's last token predicts the next block's first. Where both copies see the same text,
+the KL of the same pass is zero in value and gradient, so only a response's last token, which has no successor, must be
+left out. L_AR runs over the clean copies, which form a plain causal text.
 
-Departures: lambda, temperature, weights and what the sums are divided by are parameters (the released code fixes 10
-on L_AR, divides L_pc twice and trains on prompts); `decay` lets the KL count less behind a block's first wrong token,
-since decoding accepts tokens from the left; `interpolation` keeps part of what training changed. CLLM is window 1, no
-schedule.
+Departures: lambda, temperature, weights and the normalisation of the sums are parameters (the released code fixes 10
+on L_AR, divides L_pc twice and trains on prompts); `decay` lowers the KL's weight after a block's first wrong token,
+since decoding accepts tokens from the left; `interpolation` keeps part of the weight change.
 
-Legend: B = rows, L = places, P = chosen places, D = width, V = vocabulary, N = blocks.
+Legend: B = rows, L = indices in a row, P = chosen tokens, D = width, V = vocabulary, N = blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,12 +40,12 @@ Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
 
 
 def per_token(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
-    """Weight [B, L] of each noisy place, and what all is divided by: a mean over the response's tokens."""
+    """Weight [B, L] of each noisy token, and the divisor of the sums: a mean over the response's tokens."""
     return torch.ones_like(batch.ids_BL, dtype=widest(batch.ids_BL.device)), batch.loss_BL.sum()
 
 
 def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
-    """The paper's: KL summed over a block, averaged over a response's blocks; CE summed; a mean over samples."""
+    """As in the paper: KL summed over a block and averaged over a response's blocks; CE summed; mean over samples."""
     last = batch.last_BL & ~batch.noisy_BL
     weight = torch.zeros_like(batch.ids_BL, dtype=widest(batch.ids_BL.device))
     for row, place in last.nonzero().tolist():
@@ -63,12 +62,12 @@ class Tuning(Protocol):
         ...
 
     def merge(self, target: LanguageModel) -> None:
-        """Leaves a plain model with what was trained in its weights."""
+        """Merges what was trained into the weights of a plain model."""
         ...
 
 
 class FullFineTuning:
-    """All weights; what is kept lies on the line between the weights before and after training.
+    """All weights; the result is an interpolation between the weights before and after training.
 
     Source: WiSE-FT (arXiv 2109.01903): (1 - alpha) before + alpha after.
     """
@@ -93,7 +92,7 @@ class FullFineTuning:
 
 
 class LoRA:
-    """Low-rank adapters (peft) beside linear layers, scaled by `interpolation` and merged at the end."""
+    """Low-rank adapters (peft) on linear layers, scaled by `interpolation` and merged at the end."""
 
     def __init__(self, *, rank: int, alpha: int, modules: str, interpolation: float) -> None:
         """`modules` is a pattern of layer names, or "all-linear"; `interpolation` as for FullFineTuning."""
@@ -104,7 +103,7 @@ class LoRA:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise UserError('LoRA needs peft: pip install -e ".[lora]", or say method/tuning=full') from error
+            raise UserError('LoRA needs peft: pip install -e ".[lora]", or use method/tuning=full') from error
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
         inject_adapter_in_model(config, target.model)
 
@@ -145,15 +144,15 @@ class JacobiForcing(Method):
         decay: float | None,
         chunk_mb: float,
     ) -> None:
-        """`window` is the mask's (None: all earlier blocks noisy, 1: all clean), the schedule has its own. A place d
-        tokens behind its block's first wrong one counts exp(-d / decay) in the KL (None: all alike)."""
+        """`window` is the mask's (None: all earlier blocks noisy, 1: all clean); the schedule has its own. A token d
+        tokens after its block's first wrong one has weight exp(-d / decay) in the KL (None: all equal)."""
         super().__init__()
         if window is not None and window < 1:
-            raise UserError(f"method.window={window} must be at least 1 block (null: no border)")
+            raise UserError(f"method.window={window} must be at least 1 block (null: no limit)")
         if temperature <= 0:
             raise UserError(f"method.temperature={temperature} must be above 0")
         if decay is not None and decay <= 0:
-            raise UserError(f"method.decay={decay} must be above 0 tokens (null: all places count alike)")
+            raise UserError(f"method.decay={decay} must be above 0 tokens (null: all tokens count equally)")
         self.target, self.schedule, self.distance, self.window = target, schedule, distance, window
         self.teacher, self.tuning, self.normalisation = teacher, tuning, normalisation
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt
@@ -164,9 +163,9 @@ class JacobiForcing(Method):
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """Raises UserError for a batch without trajectories."""
         if not isinstance(batch, TrajectoryBatch):
-            raise UserError("Jacobi Forcing trains on trajectories: say recipe=jacobi_forcing, whatever the data")
+            raise UserError("Jacobi Forcing trains on trajectories: use recipe=jacobi_forcing, with any data")
         ratio_NK = self.distance(batch.states_NKn, batch.fixed_points, batch.length_N)
-        blocks_B = torch.bincount(batch.row_N, minlength=len(batch.ids_BL)).tolist()  # blocks stand row by row
+        blocks_B = torch.bincount(batch.row_N, minlength=len(batch.ids_BL)).tolist()  # blocks are ordered by row
         uniform_N = torch.cat([torch.rand(n, generator=g) for n, g in zip(blocks_B, generators, strict=False)])
         chosen_N = self.schedule.choose(ratio_NK, batch.count_N, batch.index_N, uniform_N.to(ratio_NK.device))
         output = self.loss_at(batch, chosen_N)
@@ -184,7 +183,7 @@ class JacobiForcing(Method):
         mask = masks.noise_conditioned(document, batch.block_BL, batch.noisy_BL, window=self.window)
         hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
         teacher, teacher_head = self.teacher(self.target, ids_BL, positions_BL=positions, mask=mask, student_BLD=hidden)
-        # 2. L_pc on the noisy copies, less behind a block's first wrong token
+        # 2. L_pc on the noisy copies, down-weighted after a block's first wrong token
         weight_BL, total = self.normalisation(batch)
         if self.decay is not None:
             weight_BL = weight_BL * self._decayed(batch, chosen_N, self.decay, torch.ones_like(weight_BL))
@@ -200,14 +199,14 @@ class JacobiForcing(Method):
         return LossOutput(self.consistency_weight * kl_sum + self.ar_weight * ce_sum, total, metrics)
 
     def _decayed(self, batch: TrajectoryBatch, chosen_N: Tensor, decay: float, onto_BL: Tensor) -> Tensor:
-        """exp(-d / decay) at noisy places d tokens behind their block's first wrong one, else `onto_BL`."""
-        behind_Nn = depth(batch.states(chosen_N), batch.fixed_points, batch.length_N).to(onto_BL)
-        return batch.scatter_to_noisy(torch.exp(-behind_Nn / decay), onto_BL)
+        """exp(-d / decay) at noisy tokens d tokens after their block's first wrong one, else `onto_BL`."""
+        depth_Nn = depth(batch.states(chosen_N), batch.fixed_points, batch.length_N).to(onto_BL)
+        return batch.scatter_to_noisy(torch.exp(-depth_Nn / decay), onto_BL)
 
     def _consistency(
         self, batch: TrajectoryBatch, hidden: Tensor, teacher: Tensor, teacher_head: Tensor, weight_BL: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Place t of a noisy copy against place t of the clean one: both predict token t + 1."""
+        """Token t of a noisy copy against token t of the clean one: both predict token t + 1."""
         chosen = batch.noisy_BL & ~batch.last_BL
         row = chosen.nonzero()[:, 0]
         return chunked_sum(
@@ -218,7 +217,7 @@ class JacobiForcing(Method):
         )
 
     def _next_token(self, batch: TrajectoryBatch, ids_BL: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Each clean token from the place before it in the clean text."""
+        """Each clean token, predicted from the previous one in the clean text."""
         prompt = (batch.block_BL < 0) & (batch.document_BL >= 0)  # type: ignore[operator]
         chosen = (batch.loss_BL | prompt if self.ar_on_prompt else batch.loss_BL) & (batch.previous_index_BL >= 0)
         row, label_P = chosen.nonzero()[:, 0], ids_BL[chosen]

@@ -1,12 +1,12 @@
-"""Keys and values of a batch whose rows may stand at different lengths.
+"""KV cache for a batch whose rows may have different lengths.
 
-A row is a line of places; a forward pass writes the places from a given start on, in every row its own (`window`).
-What was written for rejected draft tokens needs no removal: the next pass starts at the row's own length and
-overwrites it, and no mask lets a query see a place beyond. So a batch gives what single rows give, and there are
-neither holes nor padding on the left. For a plain text the place is the position; where several tokens stand at the
-same position (candidates side by side) or positions are not contiguous, places are the order of computation.
+A row is a sequence of cache slots; a forward pass writes the slots from a given start on, which may differ per row
+(`window`). Entries of rejected draft tokens need no removal: the next pass starts at the row's own length and
+overwrites them, and no mask lets a query see past it. So a batch computes what single rows would, with neither holes
+nor left padding. For plain text the slot is the position; where several tokens share a position (parallel candidates)
+or positions are not contiguous, slots are in order of computation.
 
-Legend: B = batch, H = key/value heads, C = capacity, L = new places, D = head width.
+Legend: B = batch, H = key/value heads, C = capacity, L = new slots, D = head width.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_CHUNK = 256  # the buffers grow in steps of this many places
+_CHUNK = 256  # the buffers grow in steps of this many slots
 
 
 class Layer:
@@ -26,7 +26,7 @@ class Layer:
         self.values: Tensor | None = None
 
     def room(self, key: Tensor, value: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """The buffers, with at least `needed` places; `key` and `value` [B, H, L, D] say of which kind."""
+        """The buffers with at least `needed` slots; shapes and dtype are those of `key` and `value` [B, H, L, D]."""
         if self.keys is None or self.values is None:
             (batch, heads, _, width), last = key.shape, value.shape[-1]
             self.keys, self.values = key.new_zeros(batch, heads, 0, width), value.new_zeros(batch, heads, 0, last)
@@ -44,35 +44,35 @@ class Layer:
 
     def join(self, other: "Layer") -> None:
         if self.keys is None or self.values is None or other.keys is None or other.values is None:
-            raise ValueError("caches can be joined once a pass has written both")
+            raise ValueError("caches can be joined only after a pass has written to both")
         more = other.keys.shape[2] - self.keys.shape[2]
         self.grow(more)
         other.grow(-more)
         self.keys, self.values = torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values])
 
     def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
-        """Copies the places `source` to `goal`, one pair after `rows` each."""
+        """Copies slot source[i] to slot goal[i] in row rows[i]."""
         if self.keys is not None and self.values is not None:
             for held in (self.keys, self.values):
                 held[rows, :, goal] = held[rows, :, source]
 
 
 class Window:
-    """Where one forward pass writes: places start_B[b] .. start_B[b] + length - 1 of row b.
+    """Where one forward pass writes: slots start_B[b] .. start_B[b] + length - 1 of row b.
 
-    Layers take it as their `past_key_values`: `update` is all that transformers' attention asks of a cache.
+    Layers take it as their `past_key_values`: `update` is all that transformers' attention needs from a cache.
     """
 
     def __init__(self, layers: Sequence[Layer], start_B: Sequence[int], length: int) -> None:
         self._layers = layers
-        self.first, self.end = start_B[0], max(start_B) + length  # queries see the places before `end`
-        self._rows: tuple[Tensor, Tensor] | None = None  # (row, place) of each write; None: all rows alike
+        self.first, self.end = start_B[0], max(start_B) + length  # queries see the slots before `end`
+        self._rows: tuple[Tensor, Tensor] | None = None  # (row, slot) of each write; None: the same slots in all rows
         if any(start != self.first for start in start_B):
             place = torch.tensor(start_B)[:, None] + torch.arange(length)
             self._rows = torch.arange(len(start_B))[:, None], place
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Writes [B, H, L, D]; views [B, H, end, D] of what the layer holds."""
+        """Writes [B, H, L, D]; returns views [B, H, end, D] of the layer's buffers."""
         keys, values = self._layers[layer].room(key, value, self.end)
         if self._rows is None:
             keys[:, :, self.first : self.end] = key
@@ -85,13 +85,13 @@ class Window:
 
 
 class PositionCache:
-    """Keys and values of all layers. It holds no state of a pass: each pass has its own window."""
+    """Keys and values of all layers. It holds no per-pass state: each pass has its own window."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [Layer() for _ in range(layers)]
 
     def window(self, start_B: Sequence[int], length: int) -> Window:
-        """For a forward pass that computes `length` places from start_B[b] on in row b."""
+        """The window of a forward pass that computes `length` slots from start_B[b] on in row b."""
         return Window(self.layers, start_B, length)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -101,12 +101,12 @@ class PositionCache:
                 layer.select(torch.tensor(rows, dtype=torch.long, device=layer.keys.device))
 
     def join(self, other: "PositionCache") -> None:
-        """Takes the other's rows behind its own."""
+        """Appends the other's rows."""
         for layer, more in zip(self.layers, other.layers, strict=True):
             layer.join(more)
 
     def move(self, rows: Sequence[int], source: Sequence[int], goal: Sequence[int]) -> None:
-        """In each row named, copies one place to another: what was computed beside its place comes to stand there."""
+        """Copies slot source[i] to slot goal[i] in row rows[i]: moves accepted branch entries to their final slots."""
         if rows:
             indices = [torch.tensor(part) for part in (rows, source, goal)]
             for layer in self.layers:

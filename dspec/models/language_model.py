@@ -1,8 +1,8 @@
-"""The language model: one class over a Hugging Face causal LM. "Target" and "base" are roles of it.
+"""The language model: one class over a Hugging Face causal LM. "Target" and "base" are its roles.
 
-A forward pass takes ids, positions, a mask predicate, a cache and the layers to tap, and gives hidden states and tapped
-features; nothing of it stays behind but what it wrote into the cache. Layer ids are 0-based decoder layers: id i is the
-output of layer i before the final norm. This module knows no drafter and no decoder.
+A forward pass takes ids, positions, a mask predicate, a cache and the layers to tap, and returns hidden states and
+tapped features; its only side effect is on the cache. Layer ids are 0-based decoder layers: id i is the output of layer
+i before the final norm. This module knows no drafter and no decoder.
 
 Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
 """
@@ -43,7 +43,7 @@ from dspec.spans import span
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
-_ATTENTION = "dspec"  # our attend, under the name that transformers' configs take
+_ATTENTION = "dspec"  # attn_implementation name under which our attend is registered
 _LARGE_HEAD = 2**22  # weights; smaller heads take microseconds
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
@@ -61,9 +61,9 @@ def _attention(
     ours: Mask | Literal["from transformers"] = _FROM_TRANSFORMERS,
     **unused: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention call. Its own SDPA copies the key/value heads in every layer that has a mask.
+    """Implements transformers' attention interface. Its own SDPA copies the key/value heads in every layer with a mask.
 
-    `ours` is the mask of a forward pass of ours; transformers' generate, which gives none, means causal by None.
+    `ours` is the mask of our own forward pass; transformers' generate does not pass it, and means causal by None.
     """
     if isinstance(ours, str) and ours == _FROM_TRANSFORMERS:
         mask: Mask = masks.CAUSAL if attention_mask is None and query.shape[2] > 1 else attention_mask
@@ -112,10 +112,10 @@ class LanguageModel(nn.Module):
             raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
         model.set_attn_implementation(_ATTENTION)
         decoder = model.get_decoder()
-        # built anew from the config: the model may have been cast before it came here
+        # rebuilt from the config: the model may already have been cast
         decoder.rotary_emb = Rotary(type(decoder.rotary_emb)(config)).to(model.device)
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer: Any = tokenizer  # None only where ids alone are decoded
+        self.tokenizer: Any = tokenizer  # None only for decoding bare token ids
         self.name = name
         self.mask_token_id = mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
         if self.dtype == torch.float64:
@@ -154,7 +154,7 @@ class LanguageModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def check_taps(self, layer_ids: Sequence[int]) -> None:
-        """Raises UserError for ids of layers that the model does not have."""
+        """Raises UserError for layer ids out of range."""
         if bad := [i for i in layer_ids if not 0 <= i < self.num_layers]:
             raise UserError(
                 f"target layer ids {bad} are out of range: {self.name!r} has layers 0..{self.num_layers - 1}; "
@@ -174,13 +174,13 @@ class LanguageModel(nn.Module):
         start_B: Sequence[int] | None = None,
         taps: Sequence[int] = (),
     ) -> ModelOutput:
-        """One forward pass; of what it computes, only the cache's keys and values outlive it.
+        """One forward pass; its only side effect is on the cache.
 
-        With a cache, row b's keys and values are written to places start_B[b] .. (0 without `start_B`) and queries
-        attend to what is held before them, too. `mask` is a predicate over query numbers and places; None is causal.
-        `positions_BL` are what the rotary embedding sees, by default the places: they may repeat and have gaps. Rows
-        are padded on the right, and what a pass gives behind a row's end is garbage. `taps` names the layers whose
-        outputs become the features.
+        With a cache, row b's keys and values are written to slots start_B[b] .. (0 without `start_B`), and queries also
+        attend to the slots before. `mask` is a predicate over query indices and cache slots; None is causal.
+        `positions_BL`, by default the slots, are for the rotary embedding: they may repeat and have gaps. Rows are
+        padded on the right, and outputs past a row's end are garbage. `taps` names the layers whose outputs become the
+        features.
         """
         B, L = ids_BL.shape
         starts, device = list(start_B) if start_B is not None else [0] * B, ids_BL.device
@@ -194,7 +194,7 @@ class LanguageModel(nn.Module):
             physical = masks.build_causal(starts, queries=L, device=device, added=added)
         else:
             keys = L if window is None else window.end
-            flex = window is None and device.type == "cuda"  # caches grow: each length would compile anew
+            flex = window is None and device.type == "cuda"  # caches grow: each length would be compiled again
             physical = masks.build(mask, batch=B, queries=L, keys=keys, device=device, added=added, flex=flex)
         return self._layers(ids_BL, positions_BL, physical, window, taps)
 
@@ -217,7 +217,7 @@ class LanguageModel(nn.Module):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's end of turn, and what the model's generation config adds.
+        """Tokens that end an answer: the tokenizer's EOS, and those of the model's generation config.
 
         Raises UserError for a target that has neither.
         """
@@ -242,8 +242,8 @@ class LanguageModel(nn.Module):
 def lm_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Logits [..., V] of hidden states [..., D].
 
-    On a CPU float32 products of 3, 7, 11 rows take up to twice the time of those with one row more (two threads,
-    V = 32k and 49k), so such a large head gets a row of zeros.
+    On a CPU, float32 matmuls with 3, 7, 11 rows take up to twice as long as with one row more (two threads, V = 32k and
+    49k), so for large heads such inputs are padded with a row of zeros.
     """
     shape = hidden.shape[:-1]
     slow = hidden.dtype == torch.float32 and hidden.device.type == "cpu" and head.weight.numel() >= _LARGE_HEAD
@@ -254,7 +254,7 @@ def lm_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def _norms_in_double(model: nn.Module) -> None:
-    """transformers' RMS norms round to float32 inside; exactness in float64 needs norms that do not."""
+    """Replaces transformers' RMS norms, which round to float32 internally: exactness in float64 forbids that."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, _NORMS):
@@ -265,21 +265,21 @@ def _norms_in_double(model: nn.Module) -> None:
 
 @cache
 def check_bfloat16() -> None:
-    """Raises UserError where a bfloat16 product kills the process (CPUs that list AMX but may not use it)."""
+    """Raises UserError if a bfloat16 matmul crashes the process (CPUs that report AMX but may not use it)."""
     if subprocess.run([sys.executable, "-c", _BF16_PRODUCT], stderr=subprocess.DEVNULL).returncode < 0:
         raise UserError(
             "bfloat16 crashes on this CPU (illegal instruction in oneDNN): set the environment variable "
-            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or take target.dtype=float32 trainer.precision=32-true"
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or use target.dtype=float32 trainer.precision=32-true"
         )
 
 
 def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> LanguageModel:
     """A target from a local folder or the Hub; `dtype` float32 | bfloat16 | float64.
 
-    Raises UserError when the model or its tokenizer cannot be had.
+    Raises UserError if the model or its tokenizer cannot be loaded.
     """
     if dtype not in DTYPES:
-        raise UserError(f"target.dtype={dtype} is unknown; say one of {', '.join(DTYPES)}")
+        raise UserError(f"target.dtype={dtype} is unknown; use one of {', '.join(DTYPES)}")
     if dtype == "bfloat16" and torch.device(device).type == "cpu":
         check_bfloat16()
     place = local_device(device)
@@ -297,12 +297,12 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
 
 
 def local_device(device: str) -> str:
-    """`device`, or where several processes share a machine this process's own GPU in the place of "cuda".
+    """`device`, with "cuda" replaced by this process's own GPU (by its local rank).
 
-    Raises UserError for a GPU where there is none.
+    Raises UserError if a GPU is requested and there is none.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"target.device={device}: torch sees no CUDA GPU here; say target.device=cpu")
+        raise UserError(f"target.device={device}: torch sees no CUDA GPU here; use target.device=cpu")
     rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
     return f"cuda:{rank}" if device == "cuda" else device
 

@@ -1,7 +1,7 @@
-"""What a frozen model gives for rows that come back every epoch, kept in memory instead of computed again.
+"""Caches a frozen model's outputs for rows that recur every epoch.
 
-Rows are computed in groups of like lengths that hang on the data alone, not on the batches in which they come: a run
-that is resumed with an empty cache goes on bit by bit as an unbroken one.
+Rows are computed in groups of similar length that depend only on the data, not on the batches: a run resumed with an
+empty cache continues bit for bit like an uninterrupted one.
 
 Legend: B = rows, L = positions (n of one row), D = model width, F = feature width.
 """
@@ -15,26 +15,26 @@ from torch.nn.utils.rnn import pad_sequence
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, ModelOutput
 
-_GROUP = 2048  # positions computed together: more are no faster, fewer leave a CPU idle
+_GROUP = 2048  # positions computed together: more is no faster, fewer leave a CPU idle
 
 Row = tuple[int, ...]
 
 
 class OutputCache:
-    """The outputs of `model` under causal attention: those of expected rows are kept, up to a number of bytes; all
-    others are computed each time, each row alone."""
+    """The outputs of `model` under causal attention: those of expected rows are cached, within a memory limit; all
+    others are computed each time, row by row."""
 
     def __init__(self, model: LanguageModel, *, taps: Sequence[int], max_mb: float) -> None:
-        """At most `max_mb` MiB are kept, on the model's device; 0 keeps nothing. Raises UserError for less."""
+        """Caches at most `max_mb` MiB on the model's device; 0 caches nothing. Raises UserError if negative."""
         if max_mb < 0:
             raise UserError(f"method.feature_cache_mb={max_mb} must be at least 0 (0: features are computed each time)")
         self._model, self._taps = model, tuple(taps)
         self._room = int(max_mb * 2**20 / (model.dtype.itemsize * model.hidden_size * (1 + len(self._taps))))
-        self._group: dict[Row, list[Row]] = {}  # with whom an expected row is computed
-        self._kept: dict[Row, ModelOutput] = {}
+        self._group: dict[Row, list[Row]] = {}  # the rows that an expected row is computed with
+        self._cached: dict[Row, ModelOutput] = {}
 
     def expect(self, rows: Iterable[Sequence[int]]) -> None:
-        """Rows that will come back; the shortest of them are kept, as many as there is room for."""
+        """Announces rows that will recur; the shortest are cached, as many as fit."""
         room, group = self._room, list[Row]()
         for row in sorted({tuple(row) for row in rows}, key=lambda row: (len(row), row)):
             if (room := room - len(row)) < 0:
@@ -46,7 +46,7 @@ class OutputCache:
 
     @torch.no_grad()
     def __call__(self, ids_BL: Tensor, length_B: Sequence[int]) -> ModelOutput:
-        """Hidden states and features of the first length_B[b] positions of each row; zeros behind them."""
+        """Hidden states and features of the first length_B[b] positions of each row; zeros after them."""
         outputs = [self._row(row[:n]) for row, n in zip(ids_BL, length_B, strict=True)]
         missing = ids_BL.shape[1] - max(length_B)
 
@@ -56,14 +56,14 @@ class OutputCache:
         return ModelOutput(padded([o.hidden_BLD for o in outputs]), padded([o.features_BLF for o in outputs]))
 
     def _row(self, ids_n: Tensor) -> ModelOutput:
-        """[n, D] and [n, F] of one row."""
+        """Outputs [n, D] and [n, F] of one row."""
         row = tuple(ids_n.tolist())
-        if row not in self._kept:
+        if row not in self._cached:
             if row not in self._group:
                 return self._computed([row], ids_n.device)[0]
             group = self._group[row]
-            self._kept |= zip(group, self._computed(group, ids_n.device), strict=True)
-        return self._kept[row]
+            self._cached |= zip(group, self._computed(group, ids_n.device), strict=True)
+        return self._cached[row]
 
     def _computed(self, rows: Sequence[Row], device: torch.device) -> list[ModelOutput]:
         ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings whose frequencies stay float32 whatever a model is cast to.
+"""Rotary position embeddings whose frequencies stay float32 whatever the model is cast to.
 
 In bfloat16 a frequency has 8 bits: at distance 1,000 the angle is off by a radian. Positions and frequencies are
-multiplied in float32, and only the cosines and sines are rounded to the model's dtype, as transformers does.
+multiplied in float32, and only cosines and sines are rounded to the model's dtype, as in transformers.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Rotary(nn.Module):
-    """What transformers' rotary module of the same config gives, for types whose frequencies do not change."""
+    """Same output as transformers' rotary module of the same config, for types with fixed frequencies."""
 
     inv_freq: Tensor
 
@@ -24,7 +24,7 @@ class Rotary(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         exact = self.inv_freq
         super()._apply(fn, recurse)
-        self.inv_freq = exact.to(self.inv_freq.device)  # moves with its model, is not cast with it
+        self.inv_freq = exact.to(self.inv_freq.device)  # moved with its model, but never cast
         return self
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""The main job around Lightning: stages, module, checkpoints."""
+"""The main job, built on Lightning: stages, module, checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, after the last step too, and found again to go on from."""
+"""Checkpoints of a run: written atomically, also after the last step, and found again on resume."""
 
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,19 @@ CHECKPOINT = Path("checkpoints") / "last.ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """A checkpoint appears whole or not at all; with a full disk the last good one stays."""
+    """Writes checkpoints atomically; if the disk is full the last good one stays."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         with atomic_file(Path(path)) as scratch:
             try:
                 with scratch.open("wb") as file:
                     torch.save(checkpoint, file)
-            except RuntimeError as error:  # what torch's zip writer makes of a full disk
+            except RuntimeError as error:  # what torch's zip writer raises on a full disk
                 raise OSError(str(error).splitlines()[0]) from error
 
 
 class FinalCheckpoint(L.Callback):
-    """Saves the last step, too: a run that is killed behind its training goes on behind it."""
+    """Also saves the last step: a run killed after training resumes after it."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / CHECKPOINT
@@ -37,12 +37,12 @@ class FinalCheckpoint(L.Callback):
 
 
 def resume_checkpoint(run_dir: Path) -> str:
-    """The checkpoint to go on from; raises UserError when there is none or it cannot be read."""
+    """The checkpoint to resume from; raises UserError if there is none or it cannot be read."""
     path = run_dir / CHECKPOINT
     if not path.is_file():
-        raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run that saved one")
+        raise UserError(f"nothing to resume: {path} is missing; set resume= to the folder of a run that saved one")
     try:
         torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:  # torch raises many kinds for a torn file
-        raise UserError(f"{path} cannot be read ({type(error).__name__}); it is damaged, start the run anew") from error
+    except Exception as error:  # torch raises many kinds of errors for a corrupt file
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); it is damaged, start a new run") from error
     return str(path)

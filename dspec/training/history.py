@@ -1,4 +1,4 @@
-"""The curves of a run, for its report."""
+"""Training curves for the report."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import lightning as L
 
 
 class History(L.Callback):
-    """Logged metrics by step, kept in the checkpoint so that a resumed run plots its whole curve."""
+    """Logged metrics by step, stored in the checkpoint so that a resumed run plots its whole curve."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []

@@ -1,8 +1,8 @@
 """The one LightningModule: any Method, one optimizer, a warm-up and cosine schedule, sums pooled over ranks.
 
-Randomness of a row comes from a generator seeded by (seed, batch number, the row's place in the batch of all ranks
-together), so a resumed run draws what an unbroken one draws, and several ranks what one would. It knows no method's
-metrics: what is derived from them, and what the progress bar shows, the method says.
+Each row's randomness comes from a generator seeded by (seed, batch number, the row's index in the global batch), so a
+resumed run draws what an uninterrupted one does, and several ranks draw what one would. It knows no method's metrics:
+the method defines what is derived from them and what the progress bar shows.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,8 +21,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def logged_values(metrics: Metrics, method: Method) -> dict[str, Tensor]:
-    """Each metric's sum over its count, and what the method derives from these; one with an entry per slot becomes
-    name_0, name_1, ..."""
+    """Each metric's sum divided by its count, and what the method derives from these; per-slot metrics become name_0,
+    name_1, ..."""
     ratios = {name: total / count.clamp(min=1e-6) for name, (total, count) in metrics.items()}
     values: dict[str, Tensor] = {}
     for name, ratio in (ratios | method.derived(ratios)).items():
@@ -31,21 +31,21 @@ def logged_values(metrics: Metrics, method: Method) -> dict[str, Tensor]:
 
 
 class LitModule(L.LightningModule):
-    """Trains the parameters of `method` that require gradients; checkpoints hold those alone."""
+    """Trains the parameters of `method` that require gradients; checkpoints hold only those."""
 
     def __init__(self, *, method: Method, optimizer: OptimizerFactory, warmup: float, cycles: int, seed: int) -> None:
-        """`warmup` is a share of all optimizer steps; then come `cycles` cosines from the peak to zero."""
+        """`warmup` is a fraction of all optimizer steps; then follow `cycles` cosine cycles from the peak to zero."""
         super().__init__()
         self.method = method
         self.optimizer_factory, self.warmup, self.cycles, self.seed = optimizer, warmup, cycles, seed
         self.batches_seen = 0
         self._validation: dict[str, tuple[Tensor, Tensor]] = {}
-        # DDP would send them from rank 0 in every step; they are the same on all ranks (a teacher's copies of weights)
+        # DDP would broadcast them in every step; they are the same on all ranks (a teacher's weight copies)
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
     def _loss(self, batch: Batch, number: int, *, row_seed: Callable[[int, int, int], int]) -> LossOutput:
-        """The method's loss of batch `number`, each row with a generator of its own."""
-        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/loaders.py)
+        """The method's loss of batch `number`, each row with its own generator."""
+        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank globally (data/loaders.py)
         rows = (r * ranks + self.global_rank for r in range(len(batch.ids_BL)))
         seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
@@ -64,7 +64,7 @@ class LitModule(L.LightningModule):
         output = self._loss(batch, self.batches_seen, row_seed=training_row_seed)
         self.batches_seen += 1
         weight = self._pooled(output.weight).clamp(min=1e-6)
-        # DDP averages gradients over ranks: times world_size makes it the gradient of the global ratio
+        # DDP averages gradients over ranks: multiplying by world_size gives the gradient of the global ratio
         loss = output.loss_sum * self.trainer.world_size / weight
         metrics = {"loss": (output.loss_sum, output.weight)} | output.metrics
         pooled = {name: self._pooled_pair(pair) for name, pair in metrics.items()}
@@ -101,7 +101,7 @@ class LitModule(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _changing(self) -> set[str]:
-        """Names of what training changes: parameters with a gradient, and persistent buffers (a moving average)."""
+        """Names of what training changes: parameters with a gradient, and persistent buffers (EMA weights)."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         buffers = super().state_dict().keys() - parameters.keys()
         return {name for name, p in self.named_parameters() if p.requires_grad} | buffers
@@ -112,11 +112,11 @@ class LitModule(L.LightningModule):
         return {name: v for name, v in super().state_dict(*args, **kwargs).items() if name in changing}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Refuses a checkpoint whose trained parameters are not this method's."""
+        """Rejects a checkpoint whose trained parameters are not this method's."""
         trained = self._changing()
         if strict and trained != set(state_dict):
             odd = sorted(trained ^ set(state_dict))
-            raise UserError(f"the checkpoint is of another method or draft (missing or foreign: {odd[:3]})")
+            raise UserError(f"the checkpoint belongs to another method or draft (missing or foreign: {odd[:3]})")
         return super().load_state_dict(state_dict, strict=False, assign=assign)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

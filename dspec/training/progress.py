@@ -1,4 +1,4 @@
-"""The bar of a training run (dspec/progress.py) as a Lightning callback."""
+"""The progress bar of a training run (dspec/progress.py) as a Lightning callback."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from dspec.progress import progress_bar
 
 
 class StepProgress(L.Callback):
-    """One bar over all optimizer steps, with the loss and what the method shows."""
+    """One bar over all optimizer steps, with the loss and the method's `shown` metrics."""
 
     def __init__(self) -> None:
         self._bar = progress_bar("training", details="{task.fields[shown]}")

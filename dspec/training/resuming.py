@@ -1,4 +1,4 @@
-"""A resumed run must be the same run: its settings are kept in config.json, wherever the folder lies now."""
+"""A resumed run must be the same run: its settings are stored in config.json, and its folder may be moved."""
 
 import json
 from pathlib import Path
@@ -12,20 +12,20 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
     """Raises UserError naming the keys in which a resumed command differs from the run it resumes."""
     path = run_dir / "config.json"
     if not path.is_file():
-        raise UserError(f"nothing to resume: {path} is missing; give resume= the folder of a run")
+        raise UserError(f"nothing to resume: {path} is missing; set resume= to the folder of a run")
     before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(portable(config, run_dir)))
     old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
     if old.keys() != new.keys() and renamed(before) != before:
         raise UserError(
-            f"{run_dir} was begun by an earlier version of dspec, whose settings had other names: finish it with that "
-            "version, or evaluate what it has exported with python -m eval.run checkpoint=<folder>"
+            f"{run_dir} was started by an earlier version of dspec, whose settings had other names: finish it with "
+            "that version, or evaluate its export with python -m eval.run checkpoint=<folder>"
         )
     if odd := sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k)):
         raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")
 
 
 def portable(config: Any, run_dir: Path) -> Any:
-    """The config with paths inside the run folder written as "<run>/...": the folder may be moved, or named anew."""
+    """The config with paths inside the run folder written as "<run>/...": the folder may be moved or renamed."""
     if isinstance(config, dict):
         return {k: portable(v, run_dir) for k, v in config.items()}
     if isinstance(config, list):

@@ -1,16 +1,17 @@
 """The stages of the main job: train -> export -> calibrate -> evaluate -> report.
 
-    stage       artefact                     what is done again
-    train       checkpoints/last.ckpt        nothing before the last checkpoint, if settings (config.json), target's
-                                             weights and training rows are those it began with; else it is refused
-    export      draft/ or target/            written whole, before and after calibration
-    calibrate   calibration.json             nothing, if found for the same weights, prompts and settings
-    evaluate    samples.jsonl, results.json  no sample that was written with the same weights, prompts and settings
-    report      table, plots                 all of it: seconds
+    stage       artefact                     what is redone on resume
+    train       checkpoints/last.ckpt        only steps after the last checkpoint; rejected if settings (config.json),
+                                             the target's weights or the training rows have changed
+    export      draft/ or target/            everything, before and after calibration
+    calibrate   calibration.json             nothing if weights, prompts and settings are the same
+    evaluate    samples.jsonl, results.json  only samples not yet written with the same weights, prompts and settings
+    report      table, plots                 everything: it takes seconds
 
-Each starts from the artefacts of those before it, so a killed run goes on behind the last one. This module wires what
-the config names. It is general in the method but for this: where there is a drafter, its prompt policy is noted in it,
-and STS temperatures, if the config asks for them, are fitted between two exports. The command is dspec/train.py.
+Each stage starts from the artefacts of those before it, so a killed run resumes after the last finished one. This
+module wires up what the config names. It is independent of the method with one exception: a drafter gets the prompt
+policy recorded in it and, if the config has a calibration, STS temperatures fitted between two exports. The command is
+dspec/train.py.
 """
 
 import logging
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 def run_job(cfg: DictConfig) -> None:
-    """One run in Hydra's run folder; each stage leaves its artefact there before the next one begins."""
+    """One run in Hydra's run folder; each stage writes its artefact there before the next one starts."""
     quiet()
     job = prepare(cfg)
     train(job)
@@ -58,7 +59,7 @@ def run_job(cfg: DictConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that the config names, made and checked before anything heavy is done."""
+    """Everything that the config names, built and checked before any heavy work."""
 
     run_dir: Path
     config: dict[str, Any]
@@ -66,7 +67,7 @@ class Job:
     models: Models
     data: Any
     method: Method
-    calibration: Any  # None: no such stage
+    calibration: Any  # None: no calibration stage
     specs: Any
     benchmarks: Any
     evaluation: Any
@@ -81,17 +82,17 @@ class Job:
 
 
 def prepare(cfg: DictConfig) -> Job:
-    """Makes all parts and checks them against each other. Raises UserError for what would fail later."""
+    """Builds all parts and checks them against each other. Raises UserError for anything that would fail later."""
     check_accelerator(cfg.trainer.accelerator)
     hydra = HydraConfig.get().runtime
     run_dir = Path(hydra.output_dir)
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     if cfg.resume is not None:
         check_same_config(run_dir, config)
-    torch.set_num_threads(torch.get_num_threads())  # said once, MKL no longer picks its thread count by load
+    torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
-    # models first: the rest is made for them, in an order that the random numbers of fresh weights hang on
+    # models first: the rest is built for them; the random numbers of fresh weights depend on this order
     target: LanguageModel = instantiate(cfg.target)
     data = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
@@ -142,17 +143,17 @@ def calibration_prompts(data: Any) -> list[list[int]]:
 
 
 def train(job: Job) -> None:
-    """Trains the method, or goes on from the last checkpoint; leaves plain models as they ship."""
+    """Trains the method, or resumes from the last checkpoint; leaves plain models as they ship."""
     job.models.for_data(job.method, job.device)
     checkpoint = resume_checkpoint(job.run_dir) if job.config["resume"] is not None else None
     try:
         job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint)
-    except SystemExit as stopped:  # how Lightning ends on Ctrl-C and on SIGTERM: without a word, on SIGTERM with code 0
+    except SystemExit as stopped:  # Lightning's exit on Ctrl-C and SIGTERM: without a message, on SIGTERM with code 0
         if not job.trainer.is_global_zero:
             raise
-        raise UserError(f"interrupted; go on with resume={job.run_dir}") from stopped
+        raise UserError(f"interrupted; continue with resume={job.run_dir}") from stopped
     if job.trainer.is_global_zero:
-        torch.use_deterministic_algorithms(False)  # what follows is timed
+        torch.use_deterministic_algorithms(False)  # evaluation is timed
         job.method.finish()
         job.models.as_shipped(job.device)
 
@@ -164,7 +165,7 @@ def _provenance(job: Job) -> dict[str, Any]:
 
 
 def export(job: Job, run: dict[str, Any]) -> None:
-    """The trained component in its own folder, with a model card."""
+    """Exports the trained component to its own folder, with a model card."""
     if job.models.draft is not None:
         job.models.draft.metadata.prompt_policy = job.data.prompt_policy
     card = job.report.card(target=job.models.target.name, run=run, command=job.recipe)
@@ -172,7 +173,7 @@ def export(job: Job, run: dict[str, Any]) -> None:
 
 
 def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of the calibration, whose temperatures the drafter then ships with; None where there is none."""
+    """The calibration report; the fitted temperatures are stored in the drafter. None without a calibration stage."""
     target, draft = job.models.target, job.models.draft
     if draft is None or job.calibration is None:
         return None
@@ -188,7 +189,7 @@ def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def evaluate(job: Job, run: dict[str, Any], calibration: dict[str, Any] | None) -> dict[str, Any]:
-    """The content of results.json, which grows with every benchmark that is done."""
+    """The content of results.json, which grows with every finished benchmark."""
     results: dict[str, Any] = job.evaluation(
         target=job.models.target,
         draft=job.models.draft,

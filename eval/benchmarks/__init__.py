@@ -1,1 +1,1 @@
-"""One small file a benchmark: prompts, and a score for each answer."""
+"""One small file per benchmark: prompts, and a score for each answer."""

@@ -1,4 +1,4 @@
-"""The benchmark protocol, and what the benchmarks that read one data file share. Knows no model and no tokenizer."""
+"""The benchmark protocol, and the common base of benchmarks with one data file. Knows no model and no tokenizer."""
 
 import hashlib
 import json
@@ -22,40 +22,40 @@ class Item:
 
 
 class Benchmark(Protocol):
-    """Prompts, a verdict for each answer, and where both come from; knows no model."""
+    """Prompts, verdicts on answers, and their provenance; knows no model."""
 
-    quality: str  # name of the headline verdict, such as "exact match"; "" where there is none
-    chat: bool  # True: the prompt goes through the target's chat template; False: it is completed as it stands
+    quality: str  # name of the headline verdict, such as "exact match"; "" if there is none
+    chat: bool  # True: the prompt goes through the target's chat template; False: it is completed as raw text
     stop: tuple[str, ...]  # strings that end an answer; text and tokens are cut before the first of them
     max_new_tokens: int
 
     def items(self) -> list[Item]: ...
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
-        """Verdicts by name, `quality` among them; none where answers are not judged."""
+        """Verdicts by name, including `quality`; empty if answers are not judged."""
         ...
 
     def source(self) -> dict[str, Any]:
-        """Provenance, JSON-ready: origin and sha256 of the data, number of rows used, the prompt in words."""
+        """Provenance, JSON-ready: origin and sha256 of the data, number of rows used, a description of the prompt."""
         ...
 
 
 def check_whole(least: int, /, **settings: Any) -> None:
-    """Raises UserError for a setting that is no whole number, or less than `least`."""
+    """Raises UserError for a setting that is not an integer, or less than `least`."""
     for name, value in settings.items():
         if type(value) is not int or value < least:
-            raise UserError(f"{name}={value} must be a whole number, at least {least}")
+            raise UserError(f"{name}={value} must be an integer, at least {least}")
 
 
 def check_switch(**settings: Any) -> None:
-    """Raises UserError for a setting that is neither true nor false: any text would pass for true."""
+    """Raises UserError for a setting that is neither true nor false: any string would otherwise count as true."""
     for name, value in settings.items():
         if not isinstance(value, bool):
             raise UserError(f"{name}={value} must be true or false")
 
 
 def subset(rows: Sequence[T], *, limit: int | None, seed: int | None) -> list[T]:
-    """The first `limit` rows, or with a seed that many drawn at random and kept in their order; None takes all."""
+    """The first `limit` rows, or with a seed that many at random, in their original order; None takes all."""
     if seed is not None:
         check_whole(0, seed=seed)
     if limit is None:
@@ -67,7 +67,7 @@ def subset(rows: Sequence[T], *, limit: int | None, seed: int | None) -> list[T]
 
 
 class Scored:
-    """The same answer to the same item is judged once: decoders without loss give the same texts."""
+    """Caches verdicts, so that equal answers to an item are judged once: lossless decoders give the same text."""
 
     def __init__(self, *, max_new_tokens: int) -> None:
         check_whole(1, max_new_tokens=max_new_tokens)
@@ -75,7 +75,7 @@ class Scored:
         self._verdicts: dict[tuple[str, str], dict[str, bool]] = {}
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
-        """What `score` gives, found out anew."""
+        """The uncached `score`."""
         raise TypeError(f"{type(self).__name__} has no verdicts")
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
@@ -85,7 +85,7 @@ class Scored:
 
 
 class Extent(TypedDict):
-    """How much of a data file is asked, and how long an answer may be: what all its benchmarks take."""
+    """How much of a data file is used, and how long answers may be: settings of all file benchmarks."""
 
     limit: int | None
     seed: int | None
@@ -93,7 +93,7 @@ class Extent(TypedDict):
 
 
 class FileBenchmark(Scored):
-    """Items of one data file, each with the row that it came from."""
+    """Items of one data file, each with its row."""
 
     chat: bool
 
@@ -107,7 +107,7 @@ class FileBenchmark(Scored):
         seed: int | None,
         max_new_tokens: int,
     ) -> None:
-        """`key` gives the id of a row from its place in the file; `describes` says in words how it is prompted."""
+        """`key` maps a row's index and the row to its id; `describes` is a description of the prompt in words."""
         super().__init__(max_new_tokens=max_new_tokens)
         check_switch(chat=self.chat)
         self._data, self._describes = data, describes
@@ -123,7 +123,7 @@ class FileBenchmark(Scored):
         return [Item(id_, self.prompt(row)) for id_, row in self._rows.items()]
 
     def source(self) -> dict[str, Any]:
-        """`prompts_sha256` is of all ids and prompts, so that it sees worked examples and rows that are left out."""
+        """`prompts_sha256` covers all ids and prompts, and so reflects worked examples and rows left out."""
         prompts = json.dumps([[id_, self.prompt(row)] for id_, row in self._all.items()])
         return {
             "origin": self._data.origin,

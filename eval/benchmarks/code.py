@@ -1,4 +1,4 @@
-"""What the programming benchmarks share: finding the program in an answer."""
+"""Shared by the programming benchmarks: finding the program in an answer."""
 
 import re
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ def code_block(text: str) -> str | None:
 
 
 def request(task: str, *, ask: str) -> str:
-    """A user turn: what is asked, and the code that it is about."""
+    """A user turn: the instruction, and the code that it is about."""
     return f"{ask}\n\n```python\n{task.strip()}\n```"
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """A text before the first of the stop strings; again here, so that scores do not hang on the caller."""
+    """The text before the first stop string; repeated here so that scores do not depend on the caller."""
     return text[: min((text.find(s) for s in stop if s in text), default=len(text))]

@@ -1,12 +1,12 @@
 """MATH and MATH-500 (Hendrycks et al. 2021, arXiv 2103.03874; Lightman et al. 2023, arXiv 2305.20050).
 
-Prompt: with no shots the user turn is the problem and a request for `\\boxed`. With shots, and for raw completion, the
-layout is that of lm-eval's minerva_math ("Problem:", "Solution:"), its worked examples from the MATH train set: those
-with the smallest digest of their text, so that file and Hub give the same ones, without drawings, and never the
+Prompt: zero-shot, the user turn is the problem and a request for `\\boxed`. With shots, and for raw completion, the
+layout is that of lm-eval's minerva_math ("Problem:", "Solution:"), with worked examples from the MATH train set: those
+with the smallest digest of their text (so that file and Hub yield the same ones), without drawings, and never the
 problem that train and test share. Verdicts: "equivalent" asks math-verify about the last `\\boxed` of the answer,
-"exact match" compares the two as text without white space, "undecided" says that math-verify came to no end: not
-equivalent then. MATH-500 is a part of the MATH test set: Math can leave it out, so that running both counts no problem
-twice.
+"exact match" compares the two as text without white space, "undecided" means that math-verify did not finish, which
+counts as not equivalent. MATH-500 is a subset of the MATH test set: Math can leave it out, so that running both counts
+no problem twice.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _REQUEST = "Work it out step by step and give the final answer as \\boxed{...}."
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` or `\fbox{...}` holds, braces inside matched; None without a closed one."""
+    r"""The content of the last `\boxed{...}` or `\fbox{...}`, with matched braces; None without a closed one."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
@@ -31,7 +31,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _braced(text: str) -> str | None:
-    """What is inside the brace that `text` opens with; `\\{` and `\\}` are no braces."""
+    """The content of the brace that `text` starts with; `\\{` and `\\}` do not count as braces."""
     depth = i = 0
     while i < len(text):
         if text[i] == "\\":
@@ -45,7 +45,7 @@ def _braced(text: str) -> str | None:
 
 
 def digest(problem: str) -> str:
-    """A problem's id, the same from every copy of it."""
+    """A problem's id, the same for every copy of it."""
     return hashlib.sha256(same_problem(problem).encode()).hexdigest()[:12]
 
 
@@ -92,7 +92,7 @@ def _reference(row: Row) -> str:
     """The answer, from its own field (MATH-500) or the box in the solution (MATH)."""
     reference = row["answer"] if "answer" in row else last_boxed(row["solution"])
     if reference is None:
-        raise UserError(f"no \\boxed answer in the solution of {row['problem'][:60]!r}; mend or delete that row")
+        raise UserError(f"no \\boxed answer in the solution of {row['problem'][:60]!r}; fix or delete that row")
     return str(reference)
 
 

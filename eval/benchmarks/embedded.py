@@ -1,8 +1,8 @@
 """The embedded benchmarks: held-out word problems (seen and unseen templates) and Python functions.
 
-Both prompt with the task's own text; the data come from data/embedded, nothing is read from disk. A problem is right if
-its last `#### <integer>` is the answer. A function is model output: what a whitelist of syntax lets through is judged
-like any other program, by its hidden tests, in the sandbox; where nothing contains programs, under its limits alone.
+Both prompt with the task's own text; the data comes from data/embedded, nothing is read from disk. A problem is correct
+if its last `#### <integer>` is the answer. A function is model output: if it passes a syntax whitelist it is judged
+like any other program, by hidden tests in the sandbox; on machines that cannot contain programs, under limits alone.
 """
 
 import hashlib
@@ -48,12 +48,12 @@ class _Embedded(Scored):
 
 
 class Problems(_Embedded):
-    """Word problems; right if the last `#### <integer>` is the answer."""
+    """Word problems; correct if the last `#### <integer>` is the answer."""
 
     quality = "exact match"
 
     def __init__(self, *, count: int, unseen: bool, max_new_tokens: int, seed: int) -> None:
-        """`unseen` takes the templates that occur in no training split."""
+        """`unseen` uses the templates that occur in no training split."""
         super().__init__(task="problems", unseen=unseen, count=count, seed=seed, max_new_tokens=max_new_tokens)
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
@@ -61,7 +61,7 @@ class Problems(_Embedded):
 
 
 class Functions(_Embedded):
-    """Python functions; right if all hidden unit tests pass (pass@1)."""
+    """Python functions; correct if all hidden unit tests pass (pass@1)."""
 
     quality = "pass@1"
 

@@ -1,7 +1,8 @@
-"""Whether two LaTeX answers are the same, by math-verify in a process of its own with a time limit.
+"""Whether two LaTeX answers are the same, by math-verify in a separate process with a time limit.
 
 Math-verify sees the boxed contents. Two departures from it: `70` and `70\\%` are the same (MATH's references have both
-forms), and texts that are equal up to white space are the same without asking. What does not end in time is undecided.
+forms), and texts that are equal up to white space are the same without asking. A comparison that times out is
+undecided.
 """
 
 import importlib.util
@@ -23,10 +24,10 @@ class Equivalence:
         self._process = FunctionProcess(_SCRIPT, timeout_s=timeout_s, refusal=refusal)
 
     def __call__(self, gold: str, answer: str) -> bool | None:
-        """None where the comparison did not end in time, or twice took its process with it."""
+        """None if the comparison timed out, or crashed its process twice."""
         if "".join(gold.split()) == "".join(answer.split()):
             return True
         reply = self._process.ask(gold, answer)
         if reply.how in ("timed out", "died"):
             return None
-        return reply.value is True  # whatever SymPy raises about a malformed answer, it is not the right one
+        return reply.value is True  # whatever SymPy raises about a malformed answer, the answer is not correct

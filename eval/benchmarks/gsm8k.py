@@ -1,10 +1,10 @@
 """GSM8K test questions (Cobbe et al. 2021, arXiv 2110.14168; data MIT, openai/grade-school-math).
 
-Prompt: with no shots the user turn is the question alone. With shots, and for raw completion, the layout is that of
-lm-eval's task gsm8k ("Question:", "Answer:", blank lines between), its worked examples the first ones of the train
-split. Verdicts are those of lm-eval's two filters and its exact match: "strict" reads what follows the first `#### `,
-"flexible" the last number of the answer; both are compared as text without commas, dollar signs and a last full stop.
-Strict is mostly False without shots, since nothing asks for `####`.
+Prompt: zero-shot, the user turn is the question alone. With shots, and for raw completion, the layout is that of
+lm-eval's task gsm8k ("Question:", "Answer:", blank lines between), with the first rows of the train split as worked
+examples. Verdicts are those of lm-eval's two filters and its exact match: "strict" reads what follows the first
+`#### `, "flexible" the last number of the answer; both are compared as text without commas, dollar signs and a final
+full stop. Strict is mostly False zero-shot, since nothing asks for `####`.
 """
 
 import re
@@ -19,7 +19,7 @@ _FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 
 
 def normalise(number: str) -> str:
-    """A number as text for comparison: without commas, dollar signs, what precedes `#### ` and a last full stop."""
+    """A number as text for comparison: without commas, dollar signs, what precedes `#### ` and a final full stop."""
     text = number.replace(",", "").replace("$", "")
     return re.sub(r"\.$", "", re.sub(r"(?s).*#### ", "", text))
 

@@ -2,14 +2,13 @@
 data MIT, openai/human-eval and openai/human-eval-infilling).
 
 HumanEval. Prompt: the problem's own text, completed raw up to the stop strings of lm-eval's task, the program being
-prompt + completion; or as chat, a request to complete the function in a code block (our own words), the program being
-the prompt (a function whose body is its docstring) followed by the block, which defines it anew. Judged by its
-`check`.
+prompt + completion; or as chat, a request to complete the function in a code block (our own wording), the program being
+the prompt (a function whose body is its docstring) followed by the block, which redefines it. Judged by its `check`.
 
-Infilling. Decoders here write left to right. Raw: the model sees what stands before the missing line and not what
-follows it, and its first line is taken: a lower bound on infilling, comparable between methods on one target, not
-with published infilling scores. Chat: it sees both sides with the gap marked at the line's own indentation, which an
-answer without any is given back. The judged program is prefix + line + suffix; "exact match" compares the lines.
+Infilling. Decoders here write left to right. Raw: the model sees only the text before the missing line, and its first
+line is taken: a lower bound on infilling, comparable between methods on one target, not with published infilling
+scores. Chat: it sees both sides with the gap marked at the line's own indentation, which is added to an answer that
+has none. The judged program is prefix + line + suffix; "exact match" compares the lines.
 """
 
 from typing import Any, Unpack
@@ -26,7 +25,7 @@ _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
 def _passes(judge: Judge, program: str, row: Row, *, trusted: str) -> bool:
-    """`trusted` is source that the model did not write: helper functions which some tests call are taken from it."""
+    """`trusted` is source not written by the model, from which helper functions that some tests call are taken."""
     test, name = f"{row['test']}\ncheck({row['entry_point']})\n", row["entry_point"]
     return judge.passes(program=program, test=test, entry_point=name, trusted=trusted).passed
 
@@ -50,7 +49,7 @@ class HumanEval(FileBenchmark):
         return request(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
 
     def program(self, item: Item, answer: str) -> str:
-        """The program that an answer stands for."""
+        """The program to judge for an answer."""
         prompt = str(self._rows[item.id]["prompt"])
         if self.chat:
             block = code_block(answer)
@@ -83,7 +82,7 @@ class Infilling(FileBenchmark):
         return request(f"{row['prompt']}{_indent(row)}# MISSING LINE\n{row['suffix']}", ask=_FILL)
 
     def line(self, item: Item, answer: str) -> str:
-        """The line that an answer stands for, without its end."""
+        """The line to judge for an answer, without its line end."""
         if not self.chat:
             return cut(answer, self.stop).rstrip()
         lines = (code_block(answer) or answer).splitlines()

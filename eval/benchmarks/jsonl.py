@@ -1,7 +1,7 @@
-"""One's own prompts: JSON Lines with `prompt` and, on every line or none, `answer`.
+"""Custom prompts: JSON Lines with `prompt` and, on every line or none, `answer`.
 
-Verdicts, where there are answers: "exact match" compares the texts without white space around them, "last number" the
-last number of each, as GSM8K's flexible match does. Without answers: speed and acceptance only.
+Verdicts, if there are answers: "exact match" compares the texts without surrounding white space, "last number" the last
+number of each, like GSM8K's flexible match. Without answers: speed and acceptance only.
 """
 
 import hashlib
@@ -48,12 +48,12 @@ def _read(path: Path) -> Rows:
     rows: list[Row] = []
     for number, row in read_jsonl(path):
         if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
-            raise UserError(f'{path}, line {number}: "prompt" must be a text that is not empty')
+            raise UserError(f'{path}, line {number}: "prompt" must be a non-empty string')
         if rows and ("answer" in row) != ("answer" in rows[0]):
             raise UserError(f'{path}, line {number}: give an "answer" on every line or on none')
         if not isinstance(row.get("answer", ""), str | int | float):
-            raise UserError(f'{path}, line {number}: "answer" must be a text or a number')
+            raise UserError(f'{path}, line {number}: "answer" must be a string or a number')
         rows.append(row)
     if not rows:
-        raise UserError(f"{path} has no rows; give a prompt on each line")
+        raise UserError(f"{path} has no rows; put one prompt on each line")
     return Rows(rows, str(path), hashlib.sha256(path.read_bytes()).hexdigest())

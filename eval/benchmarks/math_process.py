@@ -1,6 +1,6 @@
 """Compares pairs of LaTeX answers with math-verify; run as a script by eval/benchmarks/equivalence.py.
 
-In a process of its own, since math-verify works in main threads only, and SymPy can hang or eat all memory on a small
+In a separate process, since math-verify works only in main threads, and SymPy can hang or use up all memory on a small
 expression.
 """
 
@@ -13,7 +13,7 @@ _PERCENT = re.compile(r"\s*\\?%\s*$")
 
 
 def comparison() -> Callable[[str, str], bool]:
-    """`same(gold, answer)`: equal for math-verify, as given or without a per cent sign at the end."""
+    """`same(gold, answer)`: equal according to math-verify, as given or without a trailing per cent sign."""
     from math_verify import parse, verify
 
     def equal(gold: str, answer: str) -> bool:

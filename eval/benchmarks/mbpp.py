@@ -1,9 +1,9 @@
 """MBPP, test split (task ids 11 to 510), few-shot or chat (Austin et al. 2021, arXiv 2108.07732; data CC-BY-4.0).
 
 Raw: prompt, stop string and layout are read at run time from the task "mbpp" of the installed lm-eval, its worked
-examples (ids 2, 3 and 4, as in the paper) from the data. Chat: the problem, a request for a code block (our own words)
-and the three tests, without worked examples. The program is the answer up to the stop string, or its first code block
-if it has one. It is judged by the problem's set-up code followed by its tests.
+examples (ids 2, 3 and 4, as in the paper) from the data. Chat: the problem, a request for a code block (our own
+wording) and the three tests, without worked examples. The program is the answer up to the stop string, or its first
+code block if it has one. It is judged by the problem's set-up code followed by its tests.
 """
 
 import importlib.metadata
@@ -34,7 +34,7 @@ _Loader.add_constructor("!function", lambda loader, node: node.value)
 
 
 def lm_eval_task(name: str) -> Mapping[str, Any]:
-    """A task of the installed lm-eval, as in its YAML file (which is read, lm-eval is not imported)."""
+    """A task of the installed lm-eval, read from its YAML file without importing lm-eval."""
     found = importlib.util.find_spec("lm_eval")
     if found is None or found.origin is None:
         raise UserError(f"the prompts of {name} are read from lm-eval: run `pip install 'dspec[lm-eval]'`")
@@ -50,7 +50,7 @@ class Mbpp(FileBenchmark):
     def __init__(self, *, judge: Judge, shots: int, chat: bool, **extent: Unpack[Extent]) -> None:
         check_whole(0, shots=shots)
         if shots > len(_WORKED):
-            raise UserError(f"shots={shots}: MBPP has {len(_WORKED)} worked examples; give 0 to {len(_WORKED)}")
+            raise UserError(f"shots={shots}: MBPP has {len(_WORKED)} worked examples; use 0 to {len(_WORKED)}")
         if chat and shots:
             raise UserError(f"shots={shots}: MBPP as chat has no worked examples; add benchmark.mbpp.shots=0")
         task = lm_eval_task("mbpp")
@@ -81,7 +81,7 @@ class Mbpp(FileBenchmark):
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
-        program = f"{self.program(answer)}\n{row['test_setup_code']}\n"  # defines what code and tests share
+        program = f"{self.program(answer)}\n{row['test_setup_code']}\n"  # defines what program and tests share
         test = "\n".join(row["test_list"])
         name = function_under_test(row["code"], test)  # may be that of a builtin
         return {self.quality: self._judge.passes(program=program, test=test, entry_point=name).passed}

@@ -30,7 +30,7 @@ def _id(_: int, row: Row) -> str:
 
 
 def _questions() -> Rows:
-    """The Hub's copy has other names for the two fields."""
+    """The questions; the Hub's copy has other names for the two fields."""
     data = load_rows("mt_bench", hub=Hub("HuggingFaceH4/mt_bench_prompts", ["default"], "train"), fields=())
     rows = [
         {"question_id": r.get("question_id", r.get("prompt_id")), "turns": r.get("turns", r.get("prompt"))}

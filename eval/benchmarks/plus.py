@@ -1,11 +1,11 @@
 """HumanEval+ and MBPP+ (Liu et al. 2023, arXiv 2305.01210; data Apache-2.0, MBPP itself CC-BY-4.0).
 
-Data, stop strings and sanitising come at run time from the installed evalplus; what runs programs and compares their
-outputs by evalplus's rules is our own judge. Prompt: the problem's text, completed raw as evalplus does for base
-models; or as chat, a request for the whole function in a code block (our own words: evalplus opens the assistant's turn
-itself, which a user turn cannot). The program is evalplus's `sanitize` of prompt + completion, or of the chat answer;
-there is none where it fails or comes to no end ("undecided"). Verdicts: "base" is the original tests' inputs, "plus"
-those and evalplus's own, as on its leaderboard.
+Data, stop strings and sanitising come at run time from the installed evalplus; programs are run, and outputs compared
+by evalplus's rules, by our own judge. Prompt: the problem's text, completed raw as evalplus does for base models; or as
+chat, a request for the whole function in a code block (our own wording: evalplus opens the assistant's turn itself,
+which a user turn cannot). The program is evalplus's `sanitize` of prompt + completion, or of the chat answer; there is
+none if it fails or times out ("undecided"). Verdicts: "base" is the original tests' inputs, "plus" those and
+evalplus's own, as on its leaderboard.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def problems(dataset: str, file: str) -> Rows:
     module, path = _module(f"data.{dataset}"), data_file(file)
     if path is not None:
         load_rows(file, hub=None, fields=_FIELDS)  # its errors name file and line
-    # evalplus reads this environment variable once, when imported; set where it landed, whenever that was
+    # evalplus reads this environment variable once, on import; so set the resulting attribute as well
     setattr(module, variable, None if path is None else str(path))
     name = {"humaneval": "human_eval_plus", "mbpp": "mbpp_plus"}[dataset]
     try:
@@ -72,7 +72,7 @@ class _Plus(FileBenchmark):
     file: str
 
     def __init__(self, *, judge: Judge, chat: bool, timeout_s: float, **extent: Unpack[Extent]) -> None:
-        """`timeout_s` is for evalplus's sanitize on one answer."""
+        """`timeout_s` limits evalplus's sanitize on one answer."""
         self.chat, self._judge = chat, judge
         self._references: dict[tuple[str, str], list[Any]] = {}
         utility = _module("provider.utility")
@@ -94,7 +94,7 @@ class _Plus(FileBenchmark):
         return request(text, ask=_ASK) if self.chat else text
 
     def program(self, item: Item, answer: str) -> Reply:
-        """What evalplus makes of an answer, if it answers."""
+        """evalplus's program for an answer, if sanitize succeeds."""
         text = answer if self.chat else item.prompt + cut(answer, self.stop)
         return self._sanitizer.ask(text, self._rows[item.id]["entry_point"])
 
@@ -113,7 +113,7 @@ class _Plus(FileBenchmark):
         ).passed
 
     def _reference(self, item: Item, which: str) -> list[Any]:
-        """What the canonical solution gives on a problem's inputs; run once."""
+        """The canonical solution's outputs on a problem's inputs; computed once."""
         if (item.id, which) not in self._references:
             row = self._rows[item.id]
             self._references[item.id, which] = self._judge.answers(

@@ -1,6 +1,6 @@
 """Runs evalplus's sanitize; run as a script by eval/benchmarks/plus.py.
 
-In a process of its own, since it recurses as deep as a text nests and parses every range of its lines.
+In a separate process, since it recurses as deep as a text nests and parses every range of its lines.
 """
 
 from collections.abc import Callable

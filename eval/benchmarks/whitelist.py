@@ -1,7 +1,7 @@
 """Which answers count as a function: a whitelist of syntax.
 
-It keeps the verdicts on the embedded functions the same everywhere, and is what stands between a program and a machine
-on which nothing contains it: no import, no attribute but plain methods, no name of Python's but a few harmless ones.
+It keeps verdicts on the embedded functions the same everywhere, and is the only protection on machines that cannot
+contain a program: no imports, no attributes but plain methods, no builtins but a few harmless ones.
 """
 
 import ast
@@ -27,7 +27,7 @@ _NODES = (
 
 
 def function_name(source: str) -> str | None:
-    """The name of the one function that ``source`` defines, or None if anything in it is off the whitelist."""
+    """The name of the one function that ``source`` defines, or None if anything in it is not on the whitelist."""
     if len(source) > _MAX_SOURCE:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Methods over runs: quality, tau, tpf and speedup, and the paired differences of each two with 95 % intervals.
+"""Compares methods across runs: quality, tau, tpf, speedup, and all pairwise differences with 95 % intervals.
 
     python -m eval.compare runs/sweep/<time>/*/       (folders of finished runs)
 
 All are pooled over a run's benchmarks. Differences of tau, tpf and speedup are paired by seed (Student's t over seeds;
-one seed gives no interval), those of quality by prompt (the mean over the seeds in common, Student's t over prompts).
-Runs of one method with one seed are told apart by the settings in which they differ, or by their folders.
+one seed gives no interval), those of quality by prompt (the mean over common seeds, Student's t over prompts). Runs of
+the same method and seed are distinguished by the settings in which they differ, or by their folders.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from dspec.errors import UserError
 from eval.intervals import student
 from eval.results import AR, AR_OF_BASE, UNTRUSTED, flat, load, load_verdicts, pool_rows
 
-# what makes no other method: parts of the config (a row says its decoder and benchmark itself) and single keys
+# settings that do not make a different method: parts of the config (rows name decoder and benchmark) and single keys
 _UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
 _UNLIKE_KEYS = (
     "data.cache_dir",
     "trainer.log_every_n_steps",
     *(f"evaluation.{key}" for key in ("warmup", "generate_prompts", "generate_floor")),
 )
-_NAMED = 4  # settings that a name holds at most: runs that differ in more are named by their folders
+_NAMED = 4  # at most this many settings in a name: runs that differ in more are named by their folders
 METRICS = ("tau", "tpf", "speedup")
 
 Prompt = tuple[str, str]  # benchmark, id
@@ -36,11 +36,11 @@ Prompt = tuple[str, str]  # benchmark, id
 
 @dataclass
 class Outcome:
-    """What one method did in one run: metrics over all benchmarks, and the headline verdict on each prompt."""
+    """One method's results in one run: metrics over all benchmarks, and the headline verdict on each prompt."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     right: dict[Prompt, bool] = field(default_factory=dict)
-    trusted: bool = True  # whether its AR loop kept up with transformers' generate: else its speedups flatter
+    trusted: bool = True  # whether its AR loop kept up with transformers' generate; otherwise its speedups are inflated
 
 
 Outcomes = dict[tuple[str, float], dict[int, Outcome]]  # (method, temperature) -> seed -> outcome
@@ -48,7 +48,7 @@ Run = tuple[Path, Mapping[str, Any]]  # folder, results
 
 
 def outcomes(runs: Sequence[Run]) -> Outcomes:
-    """By method, temperature and seed. Raises UserError for a run that is there twice."""
+    """Outcomes by method, temperature and seed. Raises UserError for a duplicate run."""
     found: Outcomes = defaultdict(dict)
     for (folder, result), names in zip(runs, _names(runs), strict=True):
         verdicts = load_verdicts(folder)
@@ -63,20 +63,20 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
                 found[key][seed] = outcome
             elif not _shared(same[0], result):
                 raise UserError(
-                    f"two runs of {key[0]!r} have seed {seed}: give each once, and compare runs of one target, with "
+                    f"two runs of {key[0]!r} have seed {seed}: pass each once, and compare runs of one target, with "
                     "the same benchmarks and limits"
                 )
     return dict(found)
 
 
 def _shared(row: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
-    """Whether a row is plain AR of weights that the run did not train: the same beside several methods."""
+    """Whether a row is plain AR of weights that the run did not train: it is the same for several methods."""
     trains = any(other["decoder"]["name"] == AR_OF_BASE for other in result["rows"])
     return row["decoder"]["name"] == AR_OF_BASE or (row["decoder"]["name"] == AR and not trains)
 
 
 def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What rows of plain AR have in common where one can stand for the other: target, prompts, sampling."""
+    """What rows of plain AR must have in common to be interchangeable: target, prompts, sampling."""
     source = result["run"].get("benchmarks", {}).get(row["benchmark"], {})
     settings = sorted((name, str(value)) for name, value in row["decoder"].items())
     return row["target"], row["benchmark"], row["n"], str(source.get("sha256")), *settings
@@ -94,7 +94,7 @@ def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any], *, 
 
 
 def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """For each run, by method: its name in the table, with the settings that tell it from others of its seed."""
+    """For each run, by method: its name in the table, with the settings that distinguish it from others of its seed."""
     methods = dict.fromkeys(row["method"] for _, result in runs for row in result["rows"])
     names: list[dict[str, str]] = [{} for _ in runs]
     for method in methods:
@@ -116,8 +116,8 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:
-    """Settings in which runs (config, decoder of the row) differ, seeds aside; of those that differ alike, the one of
-    the shortest name."""
+    """Settings in which runs (config, decoder of the row) differ, seeds aside; of those that always differ together,
+    the one with the shortest name."""
     settings = []
     for config, decoder in runs:
         parts = flat({key: value for key, value in config.items() if key not in _UNLIKE} | {"decoder": decoder})
@@ -134,9 +134,9 @@ def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
 
 
 def compare(folders: Sequence[Path]) -> str:
-    """The comparison as text: methods by temperature, then the differences of each two."""
+    """The comparison as text: methods by temperature, then all pairwise differences."""
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError("a folder is there twice: give each run once")
+        raise UserError("a folder is listed twice: pass each run once")
     found = outcomes([(folder, load(folder)) for folder in folders])
     lines = []
     for temperature in sorted({t for _, t in found}):
@@ -148,13 +148,13 @@ def compare(folders: Sequence[Path]) -> str:
     shown = [o for by_seed in found.values() for o in by_seed.values() if o.metrics["speedup"] is not None]
     if _mark(shown):
         lines.append(
-            f"{UNTRUSTED} AR fell behind transformers' generate, or was not timed against it: x AR may flatter"
+            f"{UNTRUSTED} AR fell behind transformers' generate, or was not timed against it: x AR may be inflated"
         )
     return "\n".join(lines)
 
 
 def _mark(outcomes: Iterable[Outcome]) -> str:
-    """What stands behind their speedups."""
+    """The mark appended to their speedups."""
     return "" if all(outcome.trusted for outcome in outcomes) else UNTRUSTED
 
 
@@ -182,7 +182,7 @@ _SHOWN = {"speedup": "x AR", "quality": "quality %"}
 
 
 def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int, Outcome]) -> list[str]:
-    """Lines for a − b; none without seeds in common, nor where all that both have is equal by being plain AR."""
+    """Lines for a − b; none without common seeds, or if both are plain AR and therefore equal."""
     seeds = sorted(left.keys() & right.keys())
     if not seeds:
         return []

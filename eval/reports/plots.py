@@ -1,8 +1,7 @@
 """Plots of a run as PNG files: loss, acceptance per slot, reliability of the confidence before and after STS.
 
-Each function draws from plain numbers and writes one file atomically; it knows nothing of models, trackers or
-where the numbers come from. Colours are Okabe and Ito's, which colour-blind readers can tell apart, and every
-series also differs by its marker or its dash.
+Each function plots plain numbers and writes one file atomically; it knows nothing of models, trackers or where the
+numbers come from. Colours are Okabe and Ito's, which are colour-blind safe, and series also differ in marker or dash.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ _STYLE: Any = {  # Any: matplotlib types its keys as a Literal of all settings
 
 
 def plot_loss(steps: Sequence[int], series: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Loss terms against the optimizer step. Values that are not finite (a term not measured at that step) are
-    left out; a long series is drawn faint with its running mean over it."""
+    """Loss terms against the optimizer step. Non-finite values (terms not measured at that step) are left out; a long
+    series is drawn faintly with its running mean on top."""
     _check(series, length=len(steps))
     with rc_context(_STYLE):
         figure = _figure(7.0, 4.2)
@@ -55,8 +54,8 @@ def plot_loss(steps: Sequence[int], series: Mapping[str, Sequence[float]], path:
 
 
 def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Conditional acceptance per slot, one line per label: the share of rounds whose token at slot k was accepted
-    among those whose slots 1..k-1 were. Rows may differ in length; NaN (slot hardly ever reached) leaves a gap."""
+    """Conditional acceptance per slot, one line per label: the fraction of rounds whose token at slot k was accepted
+    among those whose slots 1..k-1 were. Rows may differ in length; NaN (slot rarely reached) leaves a gap."""
     _check(rows, length=None)
     with rc_context(_STYLE):
         figure = _figure(7.0, 4.2)
@@ -77,8 +76,8 @@ def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
 def plot_pareto(
     points: Mapping[str, tuple[float, float]], *, reference: tuple[float, float, float], title: str, path: Path
 ) -> None:
-    """Tokens per forward pass against quality (a share), a marker per decoder. `reference` is plain AR's quality and
-    the ends of its interval, drawn as a line in a band: lossless decoders lie on the line but for chance."""
+    """Tokens per forward pass against quality (a fraction), one marker per decoder. `reference` is plain AR's quality
+    and its interval, drawn as a line in a band: lossless decoders lie on the line up to chance."""
     _check(points, length=2)
     quality, low, high = reference
     with rc_context(_STYLE):
@@ -107,8 +106,8 @@ def plot_roofline(
     flops: float,
     path: Path,
 ) -> None:
-    """Measured passes (FLOP per byte, FLOP per second), a colour per group, under what the device can do at most;
-    `notes` are written beside their points."""
+    """Measured passes (FLOP per byte, FLOP per second), one colour per group, under the device's roofline; `notes` are
+    written next to their points."""
     points = [point for group in groups.values() for point in group]
     _check({str(i): list(point) for i, point in enumerate(points)}, length=2)
     ridge = flops / bandwidth
@@ -132,8 +131,8 @@ def plot_roofline(
 
 
 def plot_reliability(report: Mapping[str, Any], path: Path) -> None:
-    """Observed against predicted survival per slot, before and after STS, from `calibration_report`'s dict.
-    Light bars: rounds in each bin, a quarter of the panel high at the slot's fullest bin."""
+    """Observed against predicted survival per slot, before and after STS, from `calibration_report`'s dict. Light bars:
+    rounds per bin; the slot's fullest bin is a quarter of the panel high."""
     slots = report["slots"]
     columns = min(4, len(slots))
     lines = math.ceil(len(slots) / columns)
@@ -174,7 +173,7 @@ def plot_rounds(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
 
 
 def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Milliseconds against K, a line per context length: verifying (with its attention alone, dashed) and drafting."""
+    """Milliseconds against K, one line per context length: verifying (its attention alone dashed) and drafting."""
     with rc_context(_STYLE):
         figure = _figure(9.0 if draft else 5.5, 4.0)
         panels = figure.subplots(1, 2 if draft else 1, squeeze=False)[0]
@@ -202,7 +201,7 @@ def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str,
 
 
 def plot_tau_by_position(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
-    """tau of the rounds that began in each stretch of the answer, one line per label."""
+    """tau of the rounds that started in each section of the answer, one line per label."""
     with rc_context(_STYLE):
         figure = _figure(7.0, 4.2)
         axes = figure.add_subplot()
@@ -269,7 +268,7 @@ def _check(series: Mapping[str, Sequence[float]], *, length: int | None) -> None
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Below the panel, never over a curve; two columns of labels that may be long."""
+    """The legend below the panel, never over a curve; two columns, since labels may be long."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 2 if len(labels) > 1 and max(map(len, labels)) > 12 else min(4, len(labels))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
@@ -278,7 +277,7 @@ def _legend(figure: Figure, axes: Axes) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure of its own (inches): no pyplot, no global state."""
+    """A standalone figure (inches): no pyplot, no global state."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -14,7 +14,7 @@ from eval.reports.plots import plot_acceptance, plot_loss, plot_reliability
 from eval.reports.table import as_csv, gate_note, legend, markdown, table
 
 Rows = Sequence[dict[str, Any]]
-_FEWEST = 20  # rounds that reach a slot, for its acceptance to be drawn
+_FEWEST = 20  # rounds that must reach a slot for its acceptance to be plotted
 
 
 class Report:
@@ -28,7 +28,7 @@ class Report:
         run_dir: Path,
         logger: object = None,
     ) -> None:
-        """`logger` is the run's Lightning logger; W&B's gets the config, the rows and the plots, too."""
+        """`logger` is the run's Lightning logger; W&B's also gets the config, the rows and the plots."""
         write_json(run_dir / "results.json", results)
         rows, check = results["rows"], results["run"]["ar_check"]
         note = gate_note(check)
@@ -55,7 +55,7 @@ class Report:
             f"Target: {target}. Seed {run['seed']}, dtype {run['dtype']}, "
             f"dspec {run['versions']['dspec']}, git {run['git']['sha']}.\n\n"
             "Load with `dspec.models.checkpoint.from_pretrained(folder, target=...)`; "
-            "the run's results.json has what it measured.\n"
+            "the run's results.json has its measurements.\n"
         )
 
 
@@ -78,14 +78,13 @@ def _acceptance(rows: Rows, folder: Path) -> None:
 
 
 def drawn_acceptance(acceptance: dict[str, Any]) -> list[float]:
-    """Conditional acceptance by slot, NaN where fewer than `_FEWEST` rounds have reached the slot: a share of a handful
-    is a spike, no finding."""
+    """Conditional acceptance by slot, NaN if fewer than `_FEWEST` rounds reached the slot: below that it is noise."""
     pairs = zip(acceptance["conditional"], acceptance["reached"], strict=True)
     return [share if reached >= _FEWEST else math.nan for share, reached in pairs]
 
 
 def _track(logger: object, results: dict[str, Any], plots: Sequence[Path]) -> None:
-    from lightning.pytorch.loggers import WandbLogger  # heavy, and no evaluation without a logger needs it
+    from lightning.pytorch.loggers import WandbLogger  # heavy, and only needed with a logger
 
     if not isinstance(logger, WandbLogger):
         return

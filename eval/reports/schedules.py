@@ -1,11 +1,11 @@
-"""The noise schedules side by side, as the paper's table has them: accuracy and forward passes per token.
+"""Compares the noise schedules as in the paper's table: accuracy and forward passes per token.
 
     python -m dspec.train -m recipe=jacobi_forcing \
         method/schedule=random,progressive,reverse method.window=null
     python -m eval.ablation runs/sweep/<time>/*/
 
-Reads results.json of each run; quality and passes are pooled over the benchmarks' prompts, under one decoder, each
-temperature by itself.
+Reads results.json of each run; quality and passes are pooled over the benchmarks' prompts, for one decoder, each
+temperature separately.
 """
 
 import argparse
@@ -23,16 +23,16 @@ HEADERS = ("schedule", "window", "T", "acc.", "passes/token", "base acc.", "base
 
 
 def ablation(folders: Sequence[Path], *, decoder: str) -> list[list[str]]:
-    """The table's cells, under HEADERS: a line per run and temperature; `decoder` of the trained target and its base.
+    """The table's cells, under HEADERS: one line per run and temperature; `decoder` on the trained target and its base.
 
-    Raises UserError for a folder without results, whose run trained without a schedule, or that lacks that decoder.
+    Raises UserError for a folder without results, without a noise schedule, or without that decoder.
     """
     lines = []
     for folder in folders:
         results = load(folder)
         method = results["run"]["config"].get("method")
         if not isinstance(method, dict) or "schedule" not in method or "window" not in method:
-            raise UserError(f"{folder} is no training run with a noise schedule: give runs of recipe=jacobi_forcing")
+            raise UserError(f"{folder} is not a run with a noise schedule: pass runs of recipe=jacobi_forcing")
         schedule = (method["schedule"] or {}).get("_target_", "none").rpartition(".")[2].removesuffix("Schedule")
         window = "–" if method["window"] is None else str(method["window"])
         for temperature in sorted({row["decoder"]["temperature"] for row in results["rows"]}):
@@ -43,7 +43,7 @@ def ablation(folders: Sequence[Path], *, decoder: str) -> list[list[str]]:
 
 
 def _pooled(rows: Sequence[dict[str, Any]], decoder: str, folder: Path) -> tuple[str, str]:
-    """Accuracy in per cent, and passes per token over all benchmarks; the prefill's tokens and passes are left out."""
+    """Accuracy in per cent, and passes per token over all benchmarks, prefill excluded."""
     chosen = [row for row in rows if row["decoder"]["name"] == decoder]
     if not chosen:
         raise UserError(f"{folder} has no decoder {decoder}: run the recipe with it")

@@ -10,16 +10,16 @@ from eval.results import UNTRUSTED
 Row = Mapping[str, Any]
 
 WIDTH = 80
-LOSSLESS = "="  # behind the quality of a row that has the distribution of another row
+LOSSLESS = "="  # suffix of the quality of a row with the same distribution as another row
 
 
 def number(value: float | None, form: str) -> str:
-    """A dash where there is none."""
+    """The formatted number; a dash for None."""
     return "–" if value is None else format(value, form)
 
 
 def quality(row: Row) -> str:
-    """Per cent, and the ends of the 95 % interval."""
+    """Quality in per cent, and its 95 % interval."""
     if row["quality"] is None:
         return "–"
     low, high = row["interval_95"]["quality"]
@@ -27,7 +27,7 @@ def quality(row: Row) -> str:
 
 
 def marked_lossless(row: Row) -> bool:
-    """Whether the row's outputs have the distribution of its serial row's: another quality is chance, or rounding."""
+    """Whether the row's outputs have the distribution of its AR row: differences in quality are chance or rounding."""
     return bool(row["lossless"]) and row["decoder"]["name"] != row["serial"]
 
 
@@ -36,7 +36,7 @@ def group(row: Row) -> tuple[str, float]:
 
 
 def _columns(rows: Sequence[Row], *, mark: str) -> dict[str, Callable[[Row], str]]:
-    """Header -> cell; `mark` stands behind speedups."""
+    """Header -> cell; `mark` is appended to speedups."""
     columns: dict[str, Callable[[Row], str]] = {
         "method": lambda r: r["method"],
         "quality %": lambda r: quality(r) + (LOSSLESS if marked_lossless(r) else " "),
@@ -53,7 +53,7 @@ def _columns(rows: Sequence[Row], *, mark: str) -> dict[str, Callable[[Row], str
 
 
 def title(row: Row) -> str:
-    """The line above the rows of a benchmark and temperature; answers without a verdict are counted there."""
+    """The line above the rows of a benchmark and temperature; it also counts answers without a verdict."""
     named = f", {row['quality_name']}" if row["quality_name"] else ""
     undecided = row.get("verdicts", {}).get("undecided", 0.0)
     left = f", {100 * undecided:.1f} % undecided" if undecided else ""
@@ -73,8 +73,8 @@ def _undecided(row: Row) -> float:
 
 
 def aligned(headers: Sequence[str], cells: Sequence[Sequence[str]], *, titles: Sequence[str] = ()) -> str:
-    """Lines of at most `WIDTH` characters: headers, then the rows, the first column to the left, the others to the
-    right. A first cell too long for its column has a line of its own. `titles` (one per row) stand above the rows
+    """Lines of at most `WIDTH` characters: headers, then the rows, the first column left-aligned, the others right-
+    aligned. A first cell too long for its column gets its own line. `titles` (one per row) are printed above the rows
     that share them."""
     indent = "  " if titles else ""
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
@@ -99,7 +99,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """What the table's headers and marks mean, as far as they occur."""
+    """Explains the headers and marks that occur in the table."""
     lines = ["(low-high): 95 % interval over prompts (Wilson)."]
     if any(map(marked_lossless, rows)):
         lines.append(f"{LOSSLESS}: lossless, distributed as its AR row: other quality is chance or rounding.")
@@ -108,12 +108,12 @@ def legend(rows: Sequence[Row]) -> str:
         lines.append("x base: the same over AR of the base that was trained.")
     lines.append("diff: greedy answers that differ from AR's.")
     if any(map(_undecided, rows)):
-        lines.append("undecided: the judge came to no end (the most of any row); not right then.")
+        lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
     return "\n".join(lines)
 
 
 def gate_note(check: Mapping[str, Any]) -> str:
-    """How our AR loop stands against transformers' generate."""
+    """How our AR loop compares with transformers' generate."""
     if check["trusted"] is None:
         return f"{UNTRUSTED} AR was not timed against transformers' generate (generate_prompts=0)"
     count, floor, found = check["batches"], check["floor"], f"{check['ar_over_generate']:.2f}x"
@@ -126,11 +126,11 @@ def gate_note(check: Mapping[str, Any]) -> str:
     found = f"AR runs at {found} the speed of transformers' generate"
     if check["trusted"]:
         return f"{found}\n  ({spread}){undecided}"
-    return f"{UNTRUSTED} {found},\n  below {floor:g} ({spread}){undecided}: speedups over it may flatter"
+    return f"{UNTRUSTED} {found},\n  below {floor:g} ({spread}){undecided}: speedups over it may be inflated"
 
 
 def line(row: Row, *, trusted: bool) -> str:
-    """A row that is done, in one line."""
+    """A finished row, in one line."""
     found = [f"tpf {number(row['tpf'], '.2f')}", f"x AR {row['speedup']:.2f}{'' if trusted else UNTRUSTED}"]
     if row["quality"] is not None:
         found.insert(0, f"{quality(row)} %")
@@ -138,7 +138,7 @@ def line(row: Row, *, trusted: bool) -> str:
 
 
 def markdown(rows: Sequence[Row], *, trusted: bool) -> str:
-    """The table, with benchmark, T and n in columns of their own."""
+    """The table as Markdown, with separate columns for benchmark, T and n."""
     columns = _columns(rows, mark="" if trusted else r"\*")
     headers = ["benchmark", "T", "n", *columns]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * 4 + "---:|" * (len(headers) - 4)]
@@ -154,7 +154,7 @@ _PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "nfe", "t
 
 
 def as_csv(rows: Sequence[Row], *, trusted: bool | None) -> str:
-    """Numbers in full, one line per row; `trusted` says whether its speedups are."""
+    """The rows as CSV with full precision, one line per row; `trusted` is whether their speedups are."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     ends = [f"{name}_{end}" for name in ("quality", "tau", "tpf", "speedup") for end in ("low", "high")]

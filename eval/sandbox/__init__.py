@@ -1,1 +1,1 @@
-"""Where model-written programs run, what judges them, and functions that may hang, in a process of their own."""
+"""The sandbox for model-written programs, the judge of their results, and functions that may hang, in processes."""

@@ -1,4 +1,4 @@
-"""A function that may hang, die or eat all memory, in a process of its own: one JSON line in, one out.
+"""A function that may hang, crash or use up all memory, in a separate process: one JSON line in, one out.
 
 Both ends are here: the host's `FunctionProcess` starts a script such as math_process.py, which calls `serve`.
 """
@@ -20,7 +20,7 @@ from dspec.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 300.0  # imports on a busy machine
-_SLACK_S = 10  # the host's clock ends a question, the process's own alarm one that the host no longer waits for
+_SLACK_S = 10  # the host's timeout ends a question; the process's own alarm, this much later, one without a host
 
 
 class Reply(NamedTuple):
@@ -29,13 +29,13 @@ class Reply(NamedTuple):
 
 
 class FunctionProcess:
-    """Asks one process, from any thread, one question at a time; one that hangs is killed and the next one started.
+    """Asks one process, from any thread, one question at a time; a process that hangs is killed and replaced.
 
-    A process that died is started anew and asked once more: what ended it may have come between two questions.
+    A process that died is restarted and asked once more: it may have been killed between two questions.
     """
 
     def __init__(self, script: Path, *, timeout_s: float, refusal: str) -> None:
-        """`timeout_s` is for one question, the start apart; `refusal` is what the user reads if the script fails."""
+        """`timeout_s` is for one question, without the start; `refusal` is the user's error if the script fails."""
         if not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise UserError(f"timeout_s={timeout_s} must be a number of seconds above 0")
         self._script, self._timeout_s, self._refusal = script, timeout_s, refusal
@@ -43,7 +43,7 @@ class FunctionProcess:
         self._lock = threading.Lock()
 
     def ask(self, *question: Any) -> Reply:
-        """What the script's function gives for these arguments, all JSON. Raises UserError if it cannot be started."""
+        """The script's function of these arguments, all JSON. Raises UserError if the script cannot be started."""
         with self._lock:
             reply = self._once(question)
             return self._once(question) if reply.how == "died" else reply
@@ -103,9 +103,9 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def serve(load: Callable[[], Callable[..., Any]], *, memory_bytes: int) -> None:
-    """Answers with the function that `load` gives until standard input ends: the script's side, in its main thread.
+    """Answers with the function that `load` returns until standard input ends: the script's side, in its main thread.
 
-    The script's first argument is the alarm in seconds, a floor under the host's clock should the host die first.
+    The script's first argument is the alarm in seconds, a fallback for the host's timeout should the host die first.
     """
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not look like a reply
@@ -116,7 +116,7 @@ def serve(load: Callable[[], Callable[..., Any]], *, memory_bytes: int) -> None:
         _alarm(int(sys.argv[1]))
         try:
             reply = Reply("answered", function(*json.loads(line)))
-        except Exception:  # of a library, about what a model wrote
+        except Exception:  # raised by a library about model-written text
             reply = Reply("raised")
         _alarm(0)  # waiting for the next question may take any time
         print(json.dumps(reply), file=channel, flush=True)
@@ -126,7 +126,7 @@ def _limit(memory_bytes: int) -> None:
     if sys.platform != "win32":
         import resource
 
-        with contextlib.suppress(ValueError, OSError):  # a lower limit is set already; macOS's kernel refuses it
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is already set; macOS's kernel refuses it
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 

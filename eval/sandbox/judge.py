@@ -3,9 +3,9 @@
     Judge(sandbox).passes(program="def f(x): return x + 1", test="assert f(3) == 4").passed
 
 The worker runs the program and answers calls; the checker runs the test with proxies for the program's functions. So
-the program sees arguments, never a test or an expected value, and cannot reach what compares: answers arrive as plain
-data of exact builtin types. Passed means that the checker wrote a nonce on a pipe that only it has. Knows no benchmark;
-evalplus's rules for comparing are in ``eval/sandbox/contain/oracles.py``.
+the program sees arguments, never a test or an expected value, and cannot reach the comparison: answers arrive as plain
+data of exact builtin types. Passed means that the checker wrote a nonce to a pipe that only it has. Knows no benchmark;
+evalplus's comparison rules are in ``eval/sandbox/contain/oracles.py``.
 """
 
 import ast
@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
 class Judge:
     """Judges programs inside `sandbox`; may be shared between threads.
 
-    Each of its methods raises eval.sandbox.sandbox.SandboxError where the sandbox, not the program, fails.
+    All methods raise eval.sandbox.sandbox.SandboxError if the sandbox, not the program, fails.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -40,13 +40,13 @@ class Judge:
 
     @property
     def level(self) -> str:
-        """What contains the programs; belongs into the results."""
+        """What contains the programs; recorded in the results."""
         return self._sandbox.level
 
     def passes(self, *, program: str, test: str, entry_point: str | None = None, trusted: str = "") -> Verdict:
         """Whether `test` runs to its end without an exception.
 
-        The test may use every global name of the program but two kinds, which come from Python and from `trusted`:
+        The test may use all global names of the program but two kinds, which come from Python and from `trusted`:
         builtins and standard modules, and the names that the source text `trusted` (such as HumanEval's prompt with its
         helper functions) defines. `entry_point` comes from the program even if it is one of these.
         """
@@ -63,10 +63,10 @@ class Judge:
         atol: float,
         dataset: str | None = None,
     ) -> Verdict:
-        """Whether the program's `entry_point` gives `expected` on every one of `inputs` (argument lists).
+        """Whether the program's `entry_point` returns `expected` on each of `inputs` (argument lists).
 
-        `dataset` ("humaneval" or "mbpp") turns on evalplus's rules for its tasks with several right answers. Raises
-        TypeError where an input or expected value is no plain value.
+        `dataset` ("humaneval" or "mbpp") enables evalplus's rules for its tasks with several correct answers. Raises
+        TypeError if an input or expected value is not a plain value.
         """
         if len(inputs) != len(expected):
             raise ValueError(f"{len(inputs)} inputs but {len(expected)} expected values")
@@ -77,23 +77,23 @@ class Judge:
     def answers(
         self, *, program: str, entry_point: str, inputs: Sequence[Sequence[Any]], dataset: str | None = None
     ) -> list[Any]:
-        """What a reference solution gives on `inputs`: the `expected` of `agrees`. Raises UserError where it fails."""
+        """The outputs of a reference solution on `inputs`: the `expected` of `agrees`. Raises UserError if it fails."""
         job = {"mode": "answer", "entry_point": entry_point, "dataset": dataset}
-        verdict, said = self._judge(program, job | {"inputs": pack(list(map(list, inputs)), _refuse)})
+        verdict, answer = self._judge(program, job | {"inputs": pack(list(map(list, inputs)), _refuse)})
         if not verdict.passed:
             raise UserError(f"the reference solution {entry_point} gives no answers: {verdict.reason}")
-        return list(unpack(said["answers"], _refuse))
+        return list(unpack(answer["answers"], _refuse))
 
     def _judge(self, program: str, job: dict[str, Any]) -> tuple[Verdict, dict[str, Any]]:
         nonce = secrets.token_hex(16)
-        said, *ends = self._both(program, {**job, "nonce": nonce})
-        if said.get("passed") == nonce:
-            return Verdict(True, "passed"), said
-        reason = _why(*ends) if said.get("gone", not said) else str(said.get("failed"))
-        return Verdict(False, reason), said
+        answer, *ends = self._both(program, {**job, "nonce": nonce})
+        if answer.get("passed") == nonce:
+            return Verdict(True, "passed"), answer
+        reason = _why(*ends) if answer.get("gone", not answer) else str(answer.get("failed"))
+        return Verdict(False, reason), answer
 
     def _both(self, program: str, job: dict[str, Any]) -> tuple[dict[str, Any], Outcome, Outcome]:
-        """What the checker said (empty if nothing), and how worker and checker ended."""
+        """The checker's verdict (empty if none), and how worker and checker ended."""
         pipes = _Pipes()
         try:
             worker_job = {"program": program, "ask": pipes.ask[0], "answer": pipes.answer[1]}
@@ -104,17 +104,17 @@ class Judge:
                 start("checker", checker_job, fds=(*pipes.checkers(), pipes.verdict[1]), capture=False) as checker,
             ):
                 pipes.close_all_but_verdict()
-                said = _read_verdict(pipes.verdict[0], time.monotonic() + self._sandbox.wall_seconds + _GRACE_S)
+                answer = _read_verdict(pipes.verdict[0], time.monotonic() + self._sandbox.wall_seconds + _GRACE_S)
                 checker.stop()
                 decided = checker.wait()
                 worker.stop()
-                return said, worker.wait(), decided
+                return answer, worker.wait(), decided
         finally:
             pipes.close()
 
 
 class _Pipes:
-    """Questions, answers and the verdict; (read end, write end) each."""
+    """The pipes for questions, answers and the verdict; each is (read end, write end)."""
 
     def __init__(self) -> None:
         self.ask, self.answer, self.verdict = os.pipe(), os.pipe(), os.pipe()
@@ -143,19 +143,19 @@ def function_under_test(reference: str, test: str) -> str | None:
 
 
 def _read_verdict(fd: int, deadline: float) -> dict[str, Any]:
-    said = bytearray()
-    while not said.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
+    received = bytearray()
+    while not received.endswith(b"\n") and (left := deadline - time.monotonic()) > 0:
         if select.select([fd], [], [], left)[0]:
             part = os.read(fd, 1 << 20)
             if not part:
                 break
-            said += part
-    return dict(json.loads(said)) if said.endswith(b"\n") else {}
+            received += part
+    return dict(json.loads(received)) if received.endswith(b"\n") else {}
 
 
 def _why(worker: Outcome, checker: Outcome) -> str:
     """Why there is no verdict."""
-    if "wall time" in (worker.ended, checker.ended):  # both clocks run out at nearly the same time
+    if "wall time" in (worker.ended, checker.ended):  # both limits are reached at nearly the same time
         return "out of time"
     if worker.ended == "exit":
         return f"the program ended early (exit code {worker.code})"

@@ -1,11 +1,11 @@
-"""Runs model-written Python contained: namespaces or bubblewrap, Landlock, a system-call filter, limits, a time limit.
+"""Runs model-written Python contained by namespaces or bubblewrap, Landlock, a system-call filter and limits.
 
     Sandbox(wall_seconds=5, cpu_seconds=5, memory_mb=1024, output_bytes=1 << 20, processes=1,
             allow_unsafe_code=False).run("print(6 * 7)").stdout
 
-The program sees the standard library, read-only, and an empty folder of its own that is gone afterwards; no network,
-no environment, no other process, no file besides. What can be had is found out once a process by trying; `level` names
-it for the results. Knows nothing of tests and verdicts: that is ``judge.py``. What runs inside: ``contain/``.
+The program sees the standard library, read-only, and an empty private folder that is deleted afterwards; no network, no
+environment, no other processes or files. The available layers are detected once per process by trying; `level` names
+them for the results. Knows nothing of tests and verdicts (``judge.py``). What runs inside is in ``contain/``.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from eval.sandbox.contain.launcher import main; "
     "del sys.path[0]; main()"
 )
-_GRACE_S = 15.0  # the launcher keeps the time; after this long the host ends what is left of it
+_GRACE_S = 15.0  # the launcher keeps the time; after this many extra seconds the host kills it
 _REFUSAL = (
     "model-written code cannot be contained on this machine (neither user namespaces nor bubblewrap nor Landlock with "
     "seccomp works): run on Linux 5.13 or newer, install bubblewrap, or set allow_unsafe_code=true where nothing can "
@@ -42,7 +42,7 @@ _REFUSAL = (
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; says nothing about the program."""
+    """The sandbox itself failed; this says nothing about the program."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sandbox:
         """`memory_mb` is address space in MiB, at least 64; `output_bytes` bounds stdout, stderr and the folder, each;
         `processes` counts the program and its threads (it can start no other process).
 
-        Raises UserError for a limit out of range, and where nothing contains and `allow_unsafe_code` is off.
+        Raises UserError for a limit out of range, and if no layer is available and `allow_unsafe_code` is off.
         """
         self._limits = {
             "wall_seconds": wall_seconds,
@@ -99,7 +99,7 @@ class Sandbox:
 
     @property
     def level(self) -> str:
-        """What contains the code here, such as "namespaces+landlock+seccomp"; goes into the results."""
+        """What contains the code here, such as "namespaces+landlock+seccomp"; recorded in the results."""
         return "+".join(self._layers) or "limits alone (allow_unsafe_code)"
 
     @property
@@ -107,18 +107,18 @@ class Sandbox:
         return self._limits["wall_seconds"]
 
     def run(self, program: str) -> Outcome:
-        """Runs a program's source text to its end. Raises SandboxError if the sandbox could not be set up."""
+        """Runs a program's source code to its end. Raises SandboxError if the sandbox could not be set up."""
         with self.start("program", {"program": program}, fds=(), capture=True) as running:
             return running.wait()
 
     def start(self, role: str, payload: dict[str, Any], *, fds: Sequence[int], capture: bool) -> "Running":
-        """Starts a role of ``contain/`` that inherits `fds` under their numbers; its output is kept or dropped."""
+        """Starts a role of ``contain/`` that inherits `fds` under their numbers; its output is captured or dropped."""
         return Running(self._layers, self._limits, role, payload, fds, capture)
 
 
 @functools.cache
 def available_layers() -> tuple[str, ...]:
-    """The layers that work here, found by trying; empty where nothing contains a program."""
+    """The layers that work here, detected by trying; empty if nothing can contain a program."""
     if sys.platform != "linux":
         return ()
     found = _probe(())
@@ -141,7 +141,7 @@ def _probe(layers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Running:
-    """A started job; `wait` or leaving the context ends it, and nothing of it stays behind."""
+    """A started job; `wait` or leaving the context ends it and cleans up."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Running:
         finally:
             os.close(theirs)
         home = self._folder or launcher.HOME
-        watched = bool(self._folder) or "bubblewrap" in layers  # which bounds no number of files
+        watched = bool(self._folder) or "bubblewrap" in layers  # which does not limit the number of files
         job = {"role": role, "payload": payload, "layers": layers, "limits": limits, "fds": list(fds)}
         self._tell(json.dumps({**job, "home": home, "watched": watched, "status": theirs}).encode() + b"\n")
 
@@ -188,11 +188,11 @@ class Running:
         self._end()
 
     def stop(self) -> None:
-        """Asks the launcher to kill the program; returns at once."""
+        """Asks the launcher to kill the program; returns immediately."""
         self._tell(b"\n")
 
     def wait(self) -> Outcome:
-        """Blocks until the program has ended or met a limit. Raises SandboxError if it could not be contained."""
+        """Blocks until the program has ended or hit a limit. Raises SandboxError if it could not be contained."""
         reached, streams = self._pump()
         report = json.loads(streams[self._status].splitlines()[0]) if streams[self._status] else {}
         self._end()
@@ -204,7 +204,7 @@ class Running:
         return Outcome(reached or report["ended"], report["code"], *texts)
 
     def _pump(self) -> tuple[str | None, dict[Any, bytearray]]:
-        """Reads until every pipe has ended; the limit that was reached on the way, and what came."""
+        """Reads until all pipes are closed; returns the limit that was hit, if any, and the data."""
         reached, streams = None, {pipe: bytearray() for pipe in (*self._pipes(), self._status) if pipe}
         with selectors.DefaultSelector() as selector:
             for pipe in streams:
@@ -233,7 +233,7 @@ class Running:
             stdin.flush()
 
     def _end(self) -> None:
-        """Reaps the launcher, by force once its time is over, and removes the folder."""
+        """Reaps the launcher, killing it once its time is over, and removes the folder."""
         try:
             self._process.wait(max(1.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -252,7 +252,7 @@ class Running:
 
 
 def _close(pipe: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # an order to stop that nobody read
+    with contextlib.suppress(BrokenPipeError):  # an unread order to stop
         pipe.close()
 
 
@@ -274,7 +274,7 @@ def _bubblewrap(limits: dict[str, Any]) -> list[str]:
 
 
 def _remove(folder: str) -> None:
-    """Also where the program left folders without rights, or thousands of levels of them."""
+    """Removes the folder, even if the program left folders without permissions or thousands of levels deep."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):

@@ -1,11 +1,11 @@
-"""Searches the configuration of Jacobi decoding on this machine: block size x candidates x K x r.
+"""Searches for the fastest configuration of Jacobi decoding on this machine: block size x candidates x K x r.
 
     python -m eval.search recipe=sweeps/jacobi_config checkpoint=runs/jacobi_forcing/<time>
     python -m eval.search recipe=sweeps/jacobi_config target=tiny search.block_sizes=[8,16]
 
-It prints and writes (search.json, plots/roofline.png) tokens per pass, tokens per second and where the passes stand
-under the measured roofline of the device, and names the fastest configuration and the fastest near the ridge point.
-Torch and transformers are imported once arguments and benchmarks have been looked at.
+It prints and writes (search.json, plots/roofline.png) tokens per pass, tokens per second and the passes' position under
+the measured roofline of the device, and names the fastest configuration and the fastest near the ridge point. Torch
+and transformers are imported after arguments and benchmarks are checked.
 """
 
 from omegaconf import DictConfig
@@ -18,7 +18,7 @@ from eval.checkpoints import check_model
 def search(cfg: DictConfig) -> None:
     """One search in Hydra's run folder."""
     if "benchmark" not in cfg or "search" not in cfg:
-        raise UserError("nothing to search: say recipe=sweeps/jacobi_config")
+        raise UserError("nothing to search: use recipe=sweeps/jacobi_config")
     check_model(cfg)
     settings, benchmarks = instantiate(cfg.search), instantiate(cfg.benchmark)
     from eval.search.grid import run

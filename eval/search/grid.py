@@ -1,7 +1,7 @@
-"""The search: every configuration decodes the same prompts, prompt by prompt in turn with plain AR, greedily.
+"""The search: all configurations and plain AR decode the same prompts greedily, alternating prompt by prompt.
 
-What is decoded is the same for all; tokens that differ from plain AR's (float ties) are counted, and quality stands
-beside. Timing leaves out a warm-up; which configuration goes first changes from prompt to prompt.
+The output is the same for all; answers that differ from plain AR's (float ties) are counted, and quality is reported
+as well. Timing excludes a warm-up; the order of configurations rotates from prompt to prompt.
 """
 
 import logging
@@ -70,7 +70,7 @@ class Search:
                     results[i].append((generation, seconds))
                     right[i] += [] if verdict is None else [verdict]
                     meter.advance(1)
-        # keys that a pass finds: the prompt, and half of the answer on average
+        # keys in the cache at a pass: the prompt, and half of the answer on average
         context = sum(len(p[2]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
         plans: list[JacobiConfig | None] = [None, *self.plans]
         return [
@@ -108,8 +108,8 @@ def point(
     context: float,
     roofline: Roofline,
 ) -> Point:
-    """What one configuration did; the prefill's time is in tokens per second, but not among the passes. `right` are the
-    verdicts on those prompts that are judged, `context` the keys that a pass finds on average."""
+    """One configuration's results; tokens per second include the prefill's time, the passes do not include it. `right`
+    are the verdicts on the judged prompts, `context` the keys in the cache at a pass on average."""
     generations = [g for g, _ in decoded]
     forwards = sum(g.forwards for g in generations)
     seconds = sum(s for _, s in decoded)

@@ -1,7 +1,7 @@
-"""The roofline of this device, measured: how fast memory is read, how fast it multiplies, and where a pass stands.
+"""The measured roofline of this device: memory bandwidth, matmul throughput, and the position of a pass under it.
 
 A forward pass over `positions` reads the weights once and the keys and values of its rows, and multiplies each weight
-with each position; attention's own products are left out (they are small beside the weights at these lengths).
+with each position; attention's own matmuls are left out (they are small next to the weights' at these lengths).
 """
 
 import statistics
@@ -30,12 +30,12 @@ class Roofline:
         return self.flops / self.bandwidth
 
     def attainable(self, intensity: float) -> float:
-        """FLOP per second at most, at `intensity` FLOP per byte."""
+        """Maximum FLOP per second at `intensity` FLOP per byte."""
         return min(self.flops, self.bandwidth * intensity)
 
 
 def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
-    """The median of several calls, after one that warms up."""
+    """The median of several calls, after a warm-up call."""
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
@@ -47,7 +47,7 @@ def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def measure_roofline(device: torch.device, dtype: torch.dtype, *, stream_mb: int, matrix: int) -> Roofline:
-    """Reads a tensor of `stream_mb` MB (beyond any cache), and multiplies square matrices of width `matrix`."""
+    """Reads a tensor of `stream_mb` MB (larger than any cache), and multiplies square matrices of width `matrix`."""
     stream = torch.ones(stream_mb * 2**20 // dtype.itemsize, dtype=dtype, device=device)
     a = torch.ones(matrix, matrix, dtype=dtype, device=device)
     seconds_read = _seconds(lambda: stream.sum(), device)
@@ -56,7 +56,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype, *, stream_mb: int
 
 
 def pass_cost(target: LanguageModel, *, positions: float, context: float) -> tuple[float, float]:
-    """FLOP of a pass over `positions` of one row that holds `context` keys, and the bytes it reads: branches share the
+    """FLOP of a pass over `positions` of one row with `context` keys, and the bytes that it reads: branches share the
     keys."""
     config = target.model.config
     width = target.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What the search tries. Imports nothing heavy: a mistake in it is answered before torch loads."""
+"""The settings of the search. Imports nothing heavy: mistakes are reported before torch loads."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from dspec.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The grid and how it is measured. `activations` matter with several blocks in flight alone: with one, the first
-    stands for all. Raises UserError for a grid without points or a point that cannot be decoded."""
+    """The grid and how it is measured. `activations` matter only with several blocks in flight: with one, only the
+    first is tried. Raises UserError for an empty grid or a point that cannot be decoded."""
 
     block_sizes: Sequence[int]
     candidates: Sequence[int]
@@ -19,7 +19,7 @@ class SearchSettings:
     activations: Sequence[float]
     pool_size: int
     warmup: int  # prompts that each configuration decodes untimed first
-    stream_mb: int  # MB read to measure the bandwidth of memory: beyond any cache
+    stream_mb: int  # MB read to measure memory bandwidth: larger than any cache
     matrix: int  # width of the square matrices whose product is timed
 
     def __post_init__(self) -> None:
@@ -27,7 +27,7 @@ class SearchSettings:
             raise UserError("search needs at least one value of block_sizes, candidates, blocks and activations")
         for name, least in (("warmup", 0), ("stream_mb", 1), ("matrix", 1)):
             if type(value := getattr(self, name)) is not int or value < least:
-                raise UserError(f"search.{name}={value} must be a whole number, at least {least}")
+                raise UserError(f"search.{name}={value} must be an integer, at least {least}")
         _ = self.plans
 
     @property

@@ -1,4 +1,4 @@
-"""What a search found, as text of at most 80 columns and as a plot. Pure functions of search.json's points.
+"""The results of a search as text of at most 80 columns and as a plot. Pure functions of search.json's points.
 
 Terms: the ridge point is the intensity (FLOP per byte read) above which a device is compute-bound.
 """
@@ -13,7 +13,7 @@ from eval.reports.table import aligned, number
 from eval.results import UNTRUSTED
 from eval.search.roofline import Roofline
 
-NEAR = 2.0  # so far from the ridge point, as a factor, a configuration is near it
+NEAR = 2.0  # a configuration within this factor of the ridge point is near it
 HEADERS = ("configuration", "quality %", "tpf", "tok/s", "x AR", "pos.", "FLOP/B", "roof %", "diff")
 LEGEND = f"""\
 pos.: positions per forward pass; roof %: of the FLOP/s that the roofline allows
@@ -59,8 +59,7 @@ def _times_ar(point: Point, points: Sequence[Point]) -> str:
 
 
 def picks(points: Sequence[Point], roofline: Roofline) -> dict[str, Point]:
-    """The fastest configuration, and the fastest of those within a factor of `NEAR` of the ridge point, by what they
-    are."""
+    """The fastest configuration, and the fastest of those within a factor of `NEAR` of the ridge point, by role."""
     tried = [p for p in points if p["plan"] is not None]
     near = [p for p in tried if _from_ridge(p, roofline) <= math.log(NEAR)]
     found = {"fastest": _fastest(tried)}
@@ -87,7 +86,7 @@ def verdict(points: Sequence[Point], roofline: Roofline) -> str:
 
 
 def plot(points: Sequence[Point], roofline: Roofline, path: Path) -> None:
-    """The configurations under the roofline, a colour per block size."""
+    """The configurations under the roofline, one colour per block size."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for p in points:
         group = "AR" if p["plan"] is None else f"n={p['plan']['block_size']}"

@@ -1,1 +1,1 @@
-"""What rounds and forward passes cost on the device at hand."""
+"""The cost of rounds and forward passes on this device."""

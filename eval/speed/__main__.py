@@ -1,9 +1,9 @@
-"""Where a round's time goes, and what passes of other sizes cost, on whatever device runs it.
+"""Where a round's time goes, and the cost of passes of other sizes, on the current device.
 
     python -m eval.speed checkpoint=runs/dspark/<time>
 
-Leaves speed.json, results.json and plots in its run folder. Torch and transformers are imported once arguments and
-benchmarks have been looked at: a mistake in them is answered at once.
+Writes speed.json, results.json and plots to its run folder. Torch and transformers are imported after arguments and
+benchmarks are checked: mistakes in them are reported immediately.
 """
 
 from omegaconf import DictConfig

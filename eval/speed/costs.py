@@ -1,8 +1,8 @@
-"""What rounds and forward passes cost on the device at hand: the measurements behind `python -m eval.speed`.
+"""The cost of rounds and forward passes on this device: the measurements of `python -m eval.speed`.
 
 They follow the TPU report on DFlash (where a round's time goes; the cost of verifying and drafting K tokens after a
 context of L; tau along a generation) and LoPA's table of speeds. Costs are medians over repeats in which K varies
-fastest, so that a slow moment of the machine meets every K.
+fastest, so that a slow moment of the machine affects every K.
 """
 
 import copy
@@ -41,12 +41,11 @@ def round_profile(
     stop_ids: Sequence[int],
     seeds: Sequence[int],
 ) -> Line:
-    """Milliseconds of a prompt's round (of plain AR: of a token) by span, the prefill left out: in batches of
-    `batch_size`, whose rows share a pass, it is the row's share of the pass.
+    """Milliseconds of a prompt's round (for plain AR: of a token) by span, prefill excluded. In batches of
+    `batch_size`, whose rows share a pass, it is one row's share of the pass.
 
-    `spans` were timed with a barrier at both ends of each; `between spans` is what the rounds took beyond them: the
-    host's own work. `unsynchronised` is a round without any barrier; where a GPU runs ahead of its host it is less
-    than the sum.
+    `spans` are timed with a synchronisation at both ends of each; `between spans` is the rest of a round: the host's
+    own work. `unsynchronised` is a round without synchronisation; if a GPU runs asynchronously it is less than the sum.
     """
 
     def timed(limit: int) -> tuple[list[Generation], float]:
@@ -75,7 +74,7 @@ def round_profile(
         _, total = timed(max_new_tokens)
     rounds = sum(g.forwards for g in generations)
     if not rounds:
-        raise UserError("every answer ended with its first token: no round to profile; take other prompts")
+        raise UserError("every answer ended with its first token: no round to profile; use other prompts")
 
     def per_round(seconds: float) -> float:
         return 1000 * seconds / rounds
@@ -95,8 +94,8 @@ def verify_cost(
     target: LanguageModel, *, tokens: Sequence[int], contexts: Sequence[int], repeats: int, seed: int
 ) -> list[Line]:
     """Milliseconds to verify K `tokens` after each context length, batch of one, random ids: the target's pass, its
-    attention (timed apart, with barriers), the rest of the pass, the LM head, and pass and head over those of the
-    smallest K. Raises UserError when context and tokens exceed the model's positions."""
+    attention (timed separately, with synchronisation), the rest of the pass, the LM head, and the ratio of pass and
+    head to those of the smallest K. Raises UserError if context and tokens exceed the model's positions."""
     _check_lengths(target, tokens, contexts)
     generator, lines = torch.Generator().manual_seed(seed), []
     for context in contexts:
@@ -134,8 +133,8 @@ def draft_cost(
     target: LanguageModel, draft: Draft, *, tokens: Sequence[int], contexts: Sequence[int], repeats: int, seed: int
 ) -> list[Line]:
     """Milliseconds to draft a block of K slots after each context length: the block pass, its LM head and the
-    sequential head (0 without one), and their sum over that of the smallest K. The drafter is run at block sizes
-    that it was not trained for: its cost does not depend on its weights."""
+    sequential head (0 without one), and the ratio of their sum to that of the smallest K. The drafter is run at block
+    sizes that it was not trained for: its cost does not depend on its weights."""
     _check_lengths(target, tokens, contexts)
     generator, lines = torch.Generator().manual_seed(seed), []
     sizes = [k for k in tokens if k > draft.config.first_slot]
@@ -173,7 +172,7 @@ def _resized(draft: Draft, block_size: int) -> Draft:
 
 
 def _medians(times: Sequence[tuple[float, float, float]]) -> list[float]:
-    """Milliseconds; the first repeat warmed up."""
+    """Medians in milliseconds, without the first repeat (warm-up)."""
     return [1000 * statistics.median(column) for column in zip(*times[1:], strict=True)]
 
 
@@ -194,7 +193,7 @@ def _check_lengths(target: LanguageModel, tokens: Sequence[int], contexts: Seque
 
 
 def achieved_over_ideal(tau: float, speedup: float, baseline: Line, profile: Line) -> Line:
-    """The speedup that models alone would allow, tau * T_ar / (T_draft + T_verify), and how much of it was reached.
+    """The speedup that the models alone would allow, tau * T_ar / (T_draft + T_verify), and the fraction achieved.
 
     T_ar is plain AR's pass with its LM head; `baseline` and `profile` come from `round_profile` at the batch size of
     `speedup`: times per row.
@@ -207,7 +206,7 @@ def achieved_over_ideal(tau: float, speedup: float, baseline: Line, profile: Lin
 
 
 def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Line]:
-    """tau of the rounds that began at tokens [start, start + width) of their answers."""
+    """tau of the rounds that started at tokens [start, start + width) of their answers."""
     emitted: dict[int, list[int]] = {}
     for generation in generations:
         at = generation.prefill_tokens
@@ -221,9 +220,9 @@ def tau_by_position(generations: Sequence[Generation], *, width: int) -> list[Li
 
 
 def speeds(samples: Sequence[Sample], *, price_per_hour: float | None) -> Line:
-    """Tokens per second (all tokens over all seconds; the fastest batch; the mean of the ten fastest), seconds per
-    sample (all seconds over all samples), the mean seconds that a batch takes, and the price of a million tokens, in
-    the currency of `price_per_hour`."""
+    """Tokens per second (all tokens / all seconds; the fastest batch; the mean of the ten fastest), seconds per sample
+    (all seconds / all samples), the mean seconds per batch, and the price of a million tokens in the currency of
+    `price_per_hour`."""
     batches: dict[int, list[Sample]] = {}
     for sample in samples:
         batches.setdefault(sample.batch, []).append(sample)

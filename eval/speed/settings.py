@@ -1,4 +1,4 @@
-"""What a speed report measures. Imports nothing heavy: a mistake in it is answered before torch loads."""
+"""The settings of a speed report. Imports nothing heavy: mistakes are reported before torch loads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from dspec.errors import UserError
 class SpeedSettings:
     """Raises UserError for values that cannot be measured."""
 
-    tokens: Sequence[int]  # K of the cost curves, verified or drafted at once
+    tokens: Sequence[int]  # K of the cost curves, verified or drafted in one pass
     contexts: Sequence[int]  # L of the cost curves, tokens in the cache before them
     repeats: int
-    profiled_prompts: int  # the first of the first benchmark, whose rounds are profiled
+    profiled_prompts: int  # profile the rounds of this many prompts, the first of the first benchmark
     position_width: int  # tokens of an answer in one bin of tau
     price_per_hour: float | None  # of this machine, in any currency
     seed: int
@@ -22,7 +22,7 @@ class SpeedSettings:
     def __post_init__(self) -> None:
         for name in ("repeats", "profiled_prompts", "position_width"):
             if type(value := getattr(self, name)) is not int or value < 1:
-                raise UserError(f"speed.{name}={value} must be a whole number, at least 1")
+                raise UserError(f"speed.{name}={value} must be an integer, at least 1")
         price = self.price_per_hour
         if price is not None and not (isinstance(price, int | float) and price > 0):
             raise UserError(f"speed.price_per_hour={price} must be above 0 (null: no price)")
@@ -37,7 +37,7 @@ class SpeedSettings:
 
 
 def check_curves(tokens: Sequence[int], contexts: Sequence[int]) -> None:
-    """Raises UserError unless `tokens` rise and all are lengths."""
+    """Raises UserError unless `tokens` are increasing and all values are lengths."""
     rising = bool(tokens) and sorted(set(tokens)) == list(tokens)
     if not rising or not contexts or min([*tokens, *contexts]) < 1:
-        raise UserError("speed.tokens must rise from 1 or more, and speed.contexts hold lengths of 1 or more")
+        raise UserError("speed.tokens must be increasing from at least 1, and speed.contexts lengths of at least 1")

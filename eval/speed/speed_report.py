@@ -1,5 +1,5 @@
-"""The measurements of a speed report: where a round's time goes, and what passes of other sizes cost, on whatever
-device runs it. Speeds stand beside the quality of the same samples. How they are shown is eval/speed/tables.py.
+"""The measurements of a speed report: where a round's time goes, and the cost of passes of other sizes, on the current
+device. Speeds are reported with the quality of the same samples. Formatting is in eval/speed/tables.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from eval.speed.tables import report
 
 
 class SpeedReport:
-    """Measures, given an evaluation's decoders and samples."""
+    """Measures the decoders of an evaluation, given its samples."""
 
     def __init__(self, settings: SpeedSettings) -> None:
         self.settings = settings
 
     def __call__(self, done: EvaluationResult, samples: Sequence[Sample]) -> dict[str, Any]:
-        """All measurements, JSON-ready. Rounds are profiled on the first benchmark at the first temperature, in whole
+        """All measurements, JSON-ready. Rounds are profiled on the first benchmark at the first temperature, in full
         batches: rows that share a pass with fewer others cost more."""
         target, draft = done.loaded.target, done.loaded.draft
         rows = done.results["rows"]

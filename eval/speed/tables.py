@@ -9,14 +9,14 @@ from eval.reports.plots import plot_costs, plot_rounds, plot_tau_by_position
 from eval.reports.table import WIDTH, aligned, number
 from eval.results import UNTRUSTED
 
-_ABREAST = 4  # decoders in one table of rounds
+_ABREAST = 4  # decoders per table of rounds
 _HEADS = {"forward": "pass", "lm_head": "LM head", "sequential_head": "seq. head"}
 
 Line = dict[str, Any]
 
 
 def speed_table(lines: Sequence[Line], *, trusted: bool) -> str:
-    """Quality, then tokens per second as LoPA's table has them: over all, of the fastest batch, of the ten fastest."""
+    """Quality, then tokens per second as in LoPA's table: over all, of the fastest batch, of the ten fastest."""
     priced = any(line["price_per_million"] is not None for line in lines)
     headers = [
         "method",
@@ -45,8 +45,8 @@ def speed_table(lines: Sequence[Line], *, trusted: bool) -> str:
 
 
 def round_tables(rounds: Sequence[Line], *, trusted: bool) -> str:
-    """Milliseconds of a round and their share, span by span; then what models alone would allow. Some decoders beside
-    each other, the others below."""
+    """Milliseconds of a round and their fraction, span by span; then the ideal speedup. `_ABREAST` decoders side by
+    side, the others below."""
     batch = f", a row's share at batch {rounds[0]['batch_size']}" if rounds[0]["batch_size"] > 1 else ""
     parts = [f"a round on {rounds[0]['benchmark']}: ms, share{batch}"]
     for start in range(0, len(rounds), _ABREAST):
@@ -76,7 +76,7 @@ def _round_table(rounds: Sequence[Line], names: Sequence[str], *, trusted: bool)
 
 
 def span_names(rounds: Sequence[Line]) -> list[str]:
-    """All spans, each nested one behind its outer one."""
+    """All spans, each nested one after its outer one."""
     names = list(dict.fromkeys(name for line in rounds for name in line["spans"]))
     outer = [name for name in names if "/" not in name]
     return [n for top in outer for n in (top, *(m for m in names if m.startswith(f"{top}/")))]
@@ -87,7 +87,7 @@ def _share(milliseconds: float | None, whole: float) -> str:
 
 
 def cost_table(title: str, lines: Sequence[Line], parts: Sequence[str]) -> str:
-    """One row per context length L and K: milliseconds of the parts and of all, and all over that of the smallest K."""
+    """One row per context length L and K: milliseconds of the parts and in total, and relative to the smallest K."""
     cells = [
         [
             str(line["tokens"]),
@@ -103,8 +103,8 @@ def cost_table(title: str, lines: Sequence[Line], parts: Sequence[str]) -> str:
 
 
 def position_text(lines: Sequence[Line], width: int) -> str:
-    """tau, and in brackets the rounds, by where in the answer a round began."""
-    shown = [f"tau (rounds) of the rounds begun in each {width} tokens of an answer"]
+    """tau, and in brackets the number of rounds, by where in the answer a round started."""
+    shown = [f"tau (rounds) of the rounds started in each {width} tokens of an answer"]
     for line in (line for line in lines if line["tau_by_position"]):
         bins = (f"{b['start']}+: {b['tau']:.2f} ({b['rounds']})" for b in line["tau_by_position"])
         shown.append(f"{line['benchmark']}, T={line['temperature']:g}, {line['method']}")
@@ -121,7 +121,7 @@ def report(done: Line, *, width: int, trusted: bool, run_dir: Path) -> None:
     if any(line["tau_by_position"] for line in done["speeds"]):
         texts.append(position_text(done["speeds"], width))
     if not trusted:
-        texts.append(f"{UNTRUSTED} speedups over an AR loop that is not shown to keep up (see above)")
+        texts.append(f"{UNTRUSTED} speedups over an AR loop not shown to keep up (see above)")
     print("\n\n".join(texts))
     _plots(done, run_dir / "plots")
     print(f"speed.json and plots: {run_dir}")

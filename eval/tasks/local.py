@@ -1,6 +1,6 @@
-"""The classes of the lm-eval tasks in this folder: their rows come from $DSPEC_DATA where it is set, else the Hub.
+"""The classes of the lm-eval tasks in this folder: their rows come from $DSPEC_DATA if it is set, else the Hub.
 
-lm-eval loads this file by its path. Nothing that a model wrote is run by lm-eval itself.
+lm-eval loads this file by its path. lm-eval itself runs no model-written code.
 """
 
 import json
@@ -17,7 +17,7 @@ from eval.benchmarks.mbpp import lm_eval_task
 
 
 class Gsm8kTask(ConfigurableTask):
-    """lm-eval's gsm8k with its own filters and metric; the YAML's keys go before its."""
+    """lm-eval's gsm8k with its own filters and metric; the YAML's keys override its."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         base = lm_eval_task("gsm8k")
@@ -34,7 +34,7 @@ class Gsm8kTask(ConfigurableTask):
 class BenchmarkTask(ConfigurableTask):
     """A benchmark of eval.run as a task: its prompts, stop strings, token budget and verdicts.
 
-    The YAML says which one (`benchmark`, a file of conf/benchmark) with which `settings`, and names its verdicts.
+    The YAML sets which one (`benchmark`, a file of conf/benchmark) with which `settings`, and names its verdicts.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class BenchmarkTask(ConfigurableTask):
             "test_split": "test",
             "num_fewshot": 0,  # worked examples are part of the prompt
             "doc_to_text": "prompt",
-            "doc_to_target": "",  # the benchmark knows it
+            "doc_to_target": "",  # known to the benchmark
             "process_results": verdicts,
             "generation_kwargs": budget,
             "metadata": config["metadata"] | {"source": benchmark.source()},
@@ -67,7 +67,7 @@ class BenchmarkTask(ConfigurableTask):
         self.dataset = DatasetDict({"test": Dataset.from_list(items)})
 
     def fewshot_context(self, doc: dict[str, Any], *, apply_chat_template: bool = False, **how: Any) -> str:
-        """Raises UserError where lm-eval's chat setting is not the one that the prompt is written for."""
+        """Raises UserError if lm-eval's chat setting is not the one that the prompt is written for."""
         if apply_chat_template != self._benchmark.chat:
             add = "is a user turn: add" if self._benchmark.chat else "is completed as it stands: leave out"
             raise UserError(f"the prompt of {self.config.task} {add} --apply_chat_template")

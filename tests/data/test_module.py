@@ -330,5 +330,5 @@ def test_a_run_does_not_go_on_with_other_data(toys: SimpleNamespace) -> None:
     own.load_state_dict(kept)
     for other in ([rows[1], rows[0]], rows[:1], [rows[0], ([5, 6, 8], 1)], [rows[0], ([5, 6, 7], 2)]):
         own._rows = other
-        with pytest.raises(UserError, match=r"training data .* are not those"):
+        with pytest.raises(UserError, match=r"training data .* is not what this run started with"):
             own.load_state_dict(kept)

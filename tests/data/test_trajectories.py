@@ -107,7 +107,7 @@ def test_shard_round_trip(tmp_path: Path) -> None:
     assert [lists(s) for s in back.values()] == [lists(s) for s in samples]
     for one, two in zip(*(vars(sample).values() for sample in back.values()), strict=True):
         assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()  # views of the file, not copies
-    with pytest.raises(UserError, match=r"blocks of 3 tokens, not data.block_size=4: collect anew"):
+    with pytest.raises(UserError, match=r"blocks of 3 tokens, not data.block_size=4: collect again"):
         read_shard(tmp_path / "a.safetensors", block_size=4)
     (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-9])
     with pytest.raises(UserError, match="delete it and run again"):
@@ -323,7 +323,7 @@ def test_long_samples_are_cut_at_whole_blocks(target: LanguageModel, tmp_path: P
 
 
 def test_bad_input_gets_one_line(target: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="regeneration must say"):
+    with pytest.raises(UserError, match="regeneration must set"):
         module(target, tmp_path, regeneration=None)
     empty = SMALL | {"max_new_tokens": 1}  # responses of one token: nothing behind the prefill
     with pytest.raises(UserError, match="0 of 8 responses are longer than one token"):

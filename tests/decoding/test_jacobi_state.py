@@ -208,8 +208,8 @@ def test_verified_twice_is_verified_once() -> None:
     [
         ({"block_size": 1}, "block_size >= 2"),
         ({"blocks": 0}, "blocks >= 1"),
-        ({"activation": 1.5}, "lies in"),
-        ({"activation": -0.1}, "lies in"),
+        ({"activation": 1.5}, "must lie in"),
+        ({"activation": -0.1}, "must lie in"),
         ({"candidates": -1}, "pool"),
         ({"candidates": 4}, "pool_size=0 must be at least 1"),
     ],

@@ -49,7 +49,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert rows["loss V=152k", "float32"]["memory"] == 0.25
     assert rows["LM head, 3 rows, V=32000", "float32"]["memory"] is None
     assert "below 1 is a gain" in capsys.readouterr().out
-    for wrong, words in ((["--only", "nothing"], "no case begins with nothing"), (["--repeats", "0"], "at least 1")):
+    for wrong, words in ((["--only", "nothing"], "no case starts with nothing"), (["--repeats", "0"], "at least 1")):
         with pytest.raises(SystemExit) as end:
             main([*arguments, *wrong])
         assert end.value.code == 2

@@ -112,7 +112,7 @@ def test_a_decoder_of_the_base_has_the_settings_of_the_one_it_names() -> None:
         same = set(cfg.decoder[name]) - {"label", "weights"}
         assert {key: cfg.decoder[f"base_{name}"][key] for key in same} == {key: cfg.decoder[name][key] for key in same}
     assert cfg.decoder.base_jacobi.label == "base, K=3 + recycling"
-    with pytest.raises(UserError, match=r"say decoder=\[...,base_jacobi,jacobi\]"):
+    with pytest.raises(UserError, match=r"use decoder=\[...,base_jacobi,jacobi\]"):
         composed("eval", ["target=tiny", "decoder=base_jacobi"])
 
 

@@ -81,7 +81,7 @@ def test_runs_that_cannot_stand_in_one_picture(tmp_path: Path) -> None:
     plain = row("AR", "autoregressive", "x", 110, 0.5)
     for name, odd, message in (
         ("c", run(tmp_path / "c", plain, sha="def"), "of one commit"),
-        ("d", run(tmp_path / "d", plain, prompts="q"), "other prompts of x"),
+        ("d", run(tmp_path / "d", plain, prompts="q"), "different prompts of x"),
         ("e", run(tmp_path / "e", row("other", "speculative", "z", 60, 0.5)), "in all of the runs"),
     ):
         with pytest.raises(UserError, match=message):

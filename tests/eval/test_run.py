@@ -223,8 +223,8 @@ def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["target=tiny", "benchmark=tiny", "limt=5"], ["unknown key limt", "limit?"]),
         (["target=tiny", "benchmark=tiny", "+limt=5"], ["unknown key limt", "limit?"]),
         (["target=tiny", "benchmark=tiny", "evaluation.batchsize=5"], ["evaluation.batch_size?"]),
-        (["target=tiny", "benchmark=tiny", "limit=abc"], ["limit=abc", "whole number"]),
-        (["target=tiny", "benchmark=tiny", "seed=x"], ["seed=x", "whole number"]),
+        (["target=tiny", "benchmark=tiny", "limit=abc"], ["limit=abc", "integer"]),
+        (["target=tiny", "benchmark=tiny", "seed=x"], ["seed=x", "integer"]),
         (["target=tiny", "benchmark=tiny", "evaluation.temperatures=0.0"], ["evaluation.temperatures=[0.0]"]),
         (["target=tiny", "benchmark=tiny", "evaluation.temperatures=[]"], ["temperatures=[]", "at least one"]),
         (["target=tiny", "benchmark=tiny", "evaluation.batch_size=0"], ["evaluation.batch_size=0", "at least 1"]),
@@ -356,4 +356,4 @@ def test_a_run_folder_below_a_file_is_one_line(run: Run, capsys: pytest.CaptureF
             run("target=tiny", "benchmark=tiny", name=name)
         assert stop.value.code == 2
         (error,) = capsys.readouterr().err.splitlines()
-        assert "is a file; name another one" in error
+        assert "is a file; choose another one" in error

@@ -13,7 +13,7 @@ def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, text: str) -
     path = tmp_path / "samples.jsonl"
     path.write_text(text)
     with (
-        pytest.raises(UserError, match="is not what an evaluation writes; move"),
+        pytest.raises(UserError, match="was not written by an evaluation; move"),
         SampleLog(path, {}),
     ):
         pass

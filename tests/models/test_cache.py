@@ -68,7 +68,7 @@ def test_rows_of_another_cache_join_behind() -> None:
         for kind, buffer in enumerate((held.keys, held.values)):
             assert torch.equal(buffer[:2, :, :3], states[one, layer][kind])
             assert torch.equal(buffer[2:, :, : _CHUNK + 40], states[other, layer][kind])
-    with pytest.raises(ValueError, match="once a pass has written both"):
+    with pytest.raises(ValueError, match="after a pass has written to both"):
         one.join(PositionCache(2))
 
 

@@ -166,11 +166,11 @@ def _edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]
 
 def test_missing_files(pair: tuple[LanguageModel, Path]) -> None:
     target, folder = pair
-    _refused(folder.parent / "nothing", target, "give a folder that a finished run wrote")
+    _refused(folder.parent / "nothing", target, "pass the draft/ folder of a finished run")
     (folder / "model.safetensors").unlink()
-    _refused(folder, target, "model.safetensors is missing.*take another")
+    _refused(folder, target, "model.safetensors is missing.*use another")
     (folder / "config.json").unlink()
-    _refused(folder, target, "config.json is missing; give a folder")
+    _refused(folder, target, "config.json is missing; pass the draft")
 
 
 def test_truncated_files(pair: tuple[LanguageModel, Path]) -> None:
@@ -179,9 +179,9 @@ def test_truncated_files(pair: tuple[LanguageModel, Path]) -> None:
         content = (folder / name).read_bytes()
         for keep in (0, 1, 7, 8, 9, 60, len(content) // 2, len(content) - 3):
             (folder / name).write_bytes(content[:keep])
-            _refused(folder, target, "half written, take another")
+            _refused(folder, target, "incomplete, use another")
         (folder / name).write_bytes(b"\xff\xfe" * 40)
-        _refused(folder, target, "half written, take another")
+        _refused(folder, target, "incomplete, use another")
         (folder / name).write_bytes(content)
     (folder / "config.json").write_text("[1, 2]")
     _refused(folder, target, "JSON object")
@@ -198,8 +198,8 @@ def test_truncated_files(pair: tuple[LanguageModel, Path]) -> None:
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}, "sliding-window"),
         ({"target_layer_ids": [0, 3]}, r"layer ids \[3\] are out of range.*layers 0\.\.2"),
         ({"target_layer_ids": [-1, 1]}, r"layer ids \[-1\] are out of range"),
-        ({"num_target_layers": 9}, "target of 9 layers.*has 3: take the target it was trained for"),
-        ({"hidden_size": 32}, "width 32.*has 16: take the target it was trained for"),
+        ({"num_target_layers": 9}, "target of 9 layers.*has 3: use the target it was trained for"),
+        ({"hidden_size": 32}, "width 32.*has 16: use the target it was trained for"),
         ({"num_hidden_layers": 3, "layer_types": "GONE"}, "missing or foreign"),
         ({"markov_rank": 0}, "missing or foreign"),
         ({"markov_rank": 7}, "markov_head.markov_w1.weight has shape"),
@@ -243,7 +243,7 @@ def test_layouts_are_never_guessed(toys: SimpleNamespace, tmp_path: Path) -> Non
     _refused(folder, target, "layout=fill_in, not anchor_first", layout="anchor_first")
     _edit(folder, dspec="GONE")
     _refused(folder, target, "pass layout=fill_in")
-    _refused(folder, target, "'other' is unknown; say one of anchor_first, fill_in", layout="other")
+    _refused(folder, target, "'other' is unknown; use one of anchor_first, fill_in", layout="other")
     for layout, drafts in (("fill_in", 3), ("anchor_first", 4)):
         assert from_pretrained(folder, target=target, layout=layout).config.num_drafts == drafts
     save_pretrained(toys.draft(target, head="rnn"), folder, card="")

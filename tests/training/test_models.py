@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_the_target_it_began_with(toys: SimpleNamespace, chan
     again = Models(target=toys.target(seed=1), draft=None)
     again.load_state_dict(begun.state_dict())
     other: Any = toys.target(seed=2) if change == "weights" else toys.target("llama", seed=1)
-    with pytest.raises(UserError, match="the target's weights are not those that this run began with"):
+    with pytest.raises(UserError, match="the target's weights are not those that this run started with"):
         Models(target=other, draft=None).load_state_dict(begun.state_dict())
 
 

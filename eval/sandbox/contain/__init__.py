@@ -1,5 +1,5 @@
-"""The inside of the sandbox: what runs in the contained process itself, in an isolated Python without site-packages.
+"""The inside of the sandbox: code that runs in the contained process, in an isolated Python without site-packages.
 
-Nothing in this package (nor ``eval/__init__``) imports more than the standard library. The outside, which starts these
-processes, is ``sandbox.py`` and ``judge.py``.
+This package (and ``eval/__init__``) imports only the standard library. The outside, which starts these processes, is
+``sandbox.py`` and ``judge.py``.
 """

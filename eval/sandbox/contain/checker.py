@@ -1,9 +1,9 @@
 """The role that decides: it runs the test, and asks the worker to make the calls. No model-written code runs here.
 
-The program's functions and classes appear as proxies. What comes back is plain data rebuilt from exact types, or an
-opaque `Remote` that equals only itself, so no `__eq__` of the program decides. A builtin, a standard library module or
-a helper of the trusted prefix is never taken from the program, unless it is the entry point. Said at the end on the
-verdict pipe: {"passed": nonce} or {"failed": reason}, with "gone" where the worker ended early.
+The program's functions and classes appear as proxies. Results are plain data rebuilt from exact types, or an opaque
+`Remote` that equals only itself, so no `__eq__` of the program decides. A builtin, a standard library module or a
+helper of the trusted prefix is never taken from the program, unless it is the entry point. At the end it writes to the
+verdict pipe: {"passed": nonce} or {"failed": reason}, with "gone" if the worker ended early.
 """
 
 import ast
@@ -19,11 +19,11 @@ from eval.sandbox.contain.oracles import Comparison
 
 
 class Broken(BaseException):
-    """The worker has ended or talks nonsense; a BaseException, so that no test's `except Exception` swallows it."""
+    """The worker has ended or sent garbage; a BaseException, so that no test's `except Exception` swallows it."""
 
 
 class Peer:
-    """The worker, as seen from here."""
+    """The checker's connection to the worker."""
 
     def __init__(self, ask: int, answer: int) -> None:
         self._ask, self._answer = ask, answer
@@ -70,7 +70,7 @@ class Peer:
 
 
 class Remote:
-    """An object that lives in the worker. Has no equality or order but its own identity."""
+    """A proxy for an object in the worker. Compares by identity only."""
 
     __slots__ = ("_dspec_handle", "_dspec_peer")
 
@@ -116,16 +116,16 @@ class Remote:
 
 def main(payload: dict[str, Any]) -> None:
     peer = Peer(payload["ask"], payload["answer"])
-    said: dict[str, Any] = {"passed": payload["nonce"]}
+    verdict: dict[str, Any] = {"passed": payload["nonce"]}
     try:
         peer.hello()
-        said |= _MODES[payload["mode"]](peer, payload)
+        verdict |= _MODES[payload["mode"]](peer, payload)
     except BaseException as error:  # also SystemExit of a test, and Broken
-        said = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        verdict = {"failed": f"{type(error).__name__}: {error}"[:500]}
     if peer.broken:  # even if the test swallowed it
-        said = {"failed": peer.broken, "gone": peer.gone}
-    with os.fdopen(payload["verdict"], "w", encoding="ascii") as verdict:
-        verdict.write(json.dumps(said) + "\n")
+        verdict = {"failed": peer.broken, "gone": peer.gone}
+    with os.fdopen(payload["verdict"], "w", encoding="ascii") as pipe:
+        pipe.write(json.dumps(verdict) + "\n")
     os._exit(0)
 
 
@@ -138,7 +138,7 @@ def _test(peer: Peer, payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_program(peer: Peer, test: str, entry_point: str | None, *, kept: set[str]) -> dict[str, Any]:
-    """The names that the test reads and that the program defines; modules are our own import of the same name."""
+    """The names that the test reads and the program defines; modules are our own import of the same name."""
     read = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     wanted = sorted((read - kept) | (read & {entry_point}))
     found = peer("find", Remote(peer, 0), wanted)

@@ -1,8 +1,8 @@
 """Plain values as JSON and back, strictly: what `unpack` returns is built from exact builtin and collections types.
 
-Subclasses (named tuples, IntEnum) are packed as the builtin they extend. Whatever is none of these goes to `opaque`,
-which the two ends define: the worker hands out a handle, the checker a proxy. `unpack` trusts nothing: malformed data
-raise, and no method of the sender's objects ever runs. Frames are an 8-byte length and JSON.
+Subclasses (named tuples, IntEnum) are packed as the builtin they extend. Anything else goes to `opaque`, which the two
+ends define: the worker returns a handle, the checker a proxy. `unpack` trusts nothing: malformed data raises, and no
+method of the sender's objects ever runs. Frames are an 8-byte length and JSON.
 """
 
 import base64
@@ -20,7 +20,7 @@ from typing import Any
 Opaque = Callable[[Any], Any]
 
 _WORD = 1 << 63
-_LONG = 64  # numbers in a list that goes as bytes
+_LONG = 64  # minimum length of a list of numbers that is sent as bytes
 _ITEMS: dict[type, str] = {
     **{tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"},
     **{type({}.keys()): "keys", type({}.values()): "values"},
@@ -73,7 +73,7 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 
 
 def pack(value: Any, opaque: Opaque) -> Any:
-    """JSON for `value`; `opaque(x)` gives the JSON of what is not plain, or raises."""
+    """JSON for `value`; `opaque(x)` returns the JSON of a non-plain value, or raises."""
     kind = type(value)
     if value is None or kind is bool or kind is float:
         return value
@@ -90,13 +90,13 @@ def pack(value: Any, opaque: Opaque) -> Any:
 
 
 def _pack_items(items: list[Any], opaque: Opaque) -> Any:
-    """Long lists of numbers go as bytes: a reference's answers can run to millions, and JSON spells every digit."""
+    """Long lists of numbers are sent as bytes: a reference's answers can be millions, and JSON spells every digit."""
     numbers = _pack_numbers(items) if len(items) >= _LONG and {*map(type, items)} <= {int, float} else None
     return [pack(item, opaque) for item in items] if numbers is None else numbers
 
 
 def _pack_numbers(items: list[Any]) -> dict[str, Any] | None:
-    """Which of them are floats, the ints, the floats; None where an int is too long. No bytecode runs an item."""
+    """A mask of the floats, the ints, the floats; None if an int is too long. No Python loop over the items."""
     floating = bytes(map(is_, map(type, items), repeat(float)))
     try:
         whole = array("q", compress(items, map(not_, floating)))
@@ -110,7 +110,7 @@ def _unpack_numbers(data: Any) -> list[Any]:
     floating, whole, real = (base64.b64decode(part, validate=True) for part in data)
     ints, floats = array("q", whole), array("d", real)
     if (floating.count(0), floating.count(1), len(floating)) != (len(ints), len(floats), len(ints) + len(floats)):
-        raise ValueError("numbers that do not add up")
+        raise ValueError("inconsistent list of numbers")
     return list(map(next, map((iter(ints), iter(floats)).__getitem__, floating)))
 
 
@@ -127,7 +127,7 @@ def _pack_rare(value: Any, opaque: Opaque) -> Any:
 
 
 def unpack(data: Any, opaque: Opaque) -> Any:
-    """The value of `pack`'s JSON; `opaque(n)` gives the object behind handle n. Raises on anything malformed."""
+    """The value of `pack`'s JSON; `opaque(n)` returns the object of handle n. Raises on anything malformed."""
     if isinstance(data, list):
         return _unpack_items(data, opaque)
     if not isinstance(data, dict):
@@ -157,7 +157,7 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(fd: int) -> Any:
-    """The next message. Raises EOFError where the other end is gone, ValueError for what is no JSON."""
+    """The next message. Raises EOFError if the other end is gone, ValueError if it is not JSON."""
     return json.loads(_exactly(fd, int.from_bytes(_exactly(fd, 8), "big")))
 
 
@@ -173,14 +173,14 @@ def _exactly(fd: int, count: int) -> bytes:
 
 
 def _is_text(value: str) -> bool:
-    """Whether JSON's escapes bring it back: two lone surrogates in a row would become one character."""
+    """Whether it survives JSON's escapes: two lone surrogates in a row would become one character."""
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _builtin_type(name: str) -> type:
     found = vars(builtins)[name]
     if not isinstance(found, type):
-        raise TypeError(f"{name} is no type")
+        raise TypeError(f"{name} is not a type")
     return found
 
 

@@ -1,6 +1,6 @@
 """Calls into libc and the kernel that the standard library does not wrap; errors become OSError.
 
-Knows nothing of what they are used for. Linux only, apart from being importable elsewhere.
+Knows nothing of their use. Linux only, but importable elsewhere.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ def die_with_parent() -> None:
 
 
 def keep_own_proc() -> None:
-    """Undoes that /proc/self belongs to root after a change of user."""
+    """Makes /proc/self, which belongs to root after a change of user, the process's own again."""
     prctl(_PR_SET_DUMPABLE, 1)
 
 
 def drop_privileges() -> None:
-    """No capabilities now, and none from any later exec."""
+    """Drops all capabilities, now and for any later exec."""
     header, nothing = struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)
     call("capset", header, nothing)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)

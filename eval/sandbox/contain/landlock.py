@@ -1,7 +1,7 @@
-"""Landlock: which files a process may still open. The kernel's rules, no policy of ours.
+"""Landlock: which files a process may still open. A wrapper of the kernel's interface, without a policy of its own.
 
-Covers opening, creating, removing and executing files, and where the kernel is new enough TCP, abstract unix sockets
-and signals to outside. Does not cover stat, chmod, chown or truncation by path on old kernels: ``seccomp`` does.
+Covers opening, creating, removing and executing files and, if the kernel is new enough, TCP, abstract unix sockets and
+signals to the outside. Does not cover stat, chmod, chown or truncation by path on old kernels: ``seccomp`` does.
 """
 
 import os
@@ -21,7 +21,7 @@ _TCP, _SCOPES = 0b11, 0b11
 
 
 def version() -> int:
-    """The interface's version in this kernel, 0 where there is none."""
+    """The interface's version in this kernel, 0 if there is none."""
     try:
         return kernel.syscall(_CREATE, None, 0, 1)
     except OSError:
@@ -29,15 +29,15 @@ def version() -> int:
 
 
 def restrict(*, read: Iterable[str], write: Iterable[str]) -> None:
-    """From here on only these trees (or files) can be read, or read and changed; nothing can be executed.
+    """From now on only these trees (or files) can be read, or read and written; nothing can be executed.
 
-    Paths that do not exist are left out. Raises OSError where the kernel refuses.
+    Paths that do not exist are skipped. Raises OSError if the kernel refuses.
     """
     rights, ruleset = _ruleset()
     for paths, allowed in ((read, _READ), (write, _CHANGE_TREE)):
         for path in paths:
             _allow(ruleset, path, allowed & rights)
-    kernel.prctl(38, 1)  # the kernel asks for no_new_privs first
+    kernel.prctl(38, 1)  # the kernel requires no_new_privs first
     kernel.syscall(_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 

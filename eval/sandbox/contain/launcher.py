@@ -1,10 +1,10 @@
 """Runs one job contained: reads it from stdin, confines itself, and lets a child do the work.
 
-The job is one line of JSON (see `Sandbox.start`). What this process then still gets on stdin, or its end,
-means stop. The child runs the job's role (`program`, `worker`, `checker` or `probe`), a module of this package with a
-`main(payload)`. This process, which never runs a line of the job's code, keeps the time, kills the child and reports
-on the status pipe: {"ended": "exit" | "wall time" | "disk" | "stopped", "code": exit code or -signal}, or
-{"error": text} where a layer could not be applied.
+The job is one line of JSON (see `Sandbox.start`). Any further input on stdin, or its end, means stop. The child runs
+the job's role (`program`, `worker`, `checker` or `probe`), a module of this package with a `main(payload)`. This
+process, which never runs a line of the job's code, keeps the time, kills the child and reports on the status pipe:
+{"ended": "exit" | "wall time" | "disk" | "stopped", "code": exit code or -signal}, or {"error": text} if a layer could
+not be applied.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def libraries() -> list[str]:
 
 
 def without_packages() -> list[str]:
-    """Installed packages: no business of a contained program, and they may hold anything."""
+    """Folders of installed packages: a contained program does not need them, and they may hold anything."""
     folders = [os.path.dirname(os.__file__), "/usr/lib/python3", "/usr/local/lib/python3"]
     return [f"{folder}/{name}" for folder in folders for name in ("site-packages", "dist-packages")]
 
@@ -83,7 +83,7 @@ def enter_namespaces(job: dict[str, Any]) -> None:
 
 
 def confine(job: dict[str, Any]) -> None:
-    """All that needs no new process, in the order that leaves each step the rights it needs."""
+    """Everything that needs no new process, in an order that leaves each step the rights it needs."""
     limits, layers = job["limits"], job["layers"]
     _set_limits(limits, count_processes="namespaces" in layers or "bubblewrap" in layers)
     if "landlock" in layers:
@@ -116,7 +116,7 @@ def _set_limits(limits: dict[str, int], *, count_processes: bool) -> None:
 
 
 def _watch(pid: int, alive: int, job: dict[str, Any]) -> dict[str, Any]:
-    """Waits until the child has ended or must; `alive` ends with the child."""
+    """Waits until the child has ended or must be killed; `alive` closes with the child."""
     ended = _why_over(alive, job)
     os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -125,7 +125,7 @@ def _watch(pid: int, alive: int, job: dict[str, Any]) -> dict[str, Any]:
 
 def _why_over(alive: int, job: dict[str, Any]) -> str:
     deadline = time.monotonic() + job["limits"]["wall_seconds"]
-    watched = job["watched"]  # a folder that has no size of its own
+    watched = job["watched"]  # a folder without a size limit of its own
     while (left := deadline - time.monotonic()) > 0:
         ready = select.select([alive, 0], [], [], min(left, 0.1) if watched else left)[0]
         if alive in ready:
@@ -138,7 +138,7 @@ def _why_over(alive: int, job: dict[str, Any]) -> str:
 
 
 def _exceeds(folder: str, most: int) -> bool:
-    """Whether the files below take more bytes, each a block at least; what vanishes meanwhile does not count."""
+    """Whether the files below take more bytes, each at least one block; files that vanish meanwhile do not count."""
     total, folders = 0, [folder]
     while folders and total <= most:
         try:
@@ -152,7 +152,7 @@ def _exceeds(folder: str, most: int) -> bool:
 
 
 def _read_job() -> dict[str, Any]:
-    """The line on stdin. An order to stop may come right behind it."""
+    """The line on stdin. An order to stop may directly follow it."""
     text, parts = b"", []
     while b"\n" not in text:
         if not (text := os.read(0, 1 << 20)):
@@ -176,7 +176,7 @@ def _keep_only(*fds: int) -> None:
 
 
 def _forget() -> None:
-    """The job's code imports the standard library alone."""
+    """Forgets our modules: the job's code can import only the standard library."""
     for name in [name for name in sys.modules if name == "eval" or name.startswith("eval.")]:
         del sys.modules[name]
 

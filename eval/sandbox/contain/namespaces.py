@@ -1,7 +1,7 @@
-"""User, mount, process, network, IPC and UTS namespaces: a root of its own that holds only what may be read.
+"""User, mount, process, network, IPC and UTS namespaces: a private root that holds only what may be read.
 
 The caller becomes the parent of the new process namespace: its next child is process 1 there. A caller that is root
-mounts as root and then becomes nobody, because the kernel counts no processes for root.
+mounts as root and then becomes nobody, because the kernel's process limit does not apply to root.
 """
 
 import os
@@ -14,12 +14,12 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x800
 _REST = _NEWUTS | _NEWIPC | _NEWUSER | _NEWPID | _NEWNET
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _SLAVE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 19
 _STAT_RELATIME, _RELATIME, _DETACH = 4096, 1 << 21, 2
-_BASE = "/proc"  # an empty place to build on; nothing is needed from it any more
+_BASE = "/proc"  # mount point for the new root; nothing in it is needed any more
 _NOBODY = 65534
 
 
 class View(NamedTuple):
-    """What the new root holds: trees and devices at their old paths, and a fresh folder of its own."""
+    """The contents of the new root: trees and devices at their old paths, and a new private folder."""
 
     read: Sequence[str]
     hidden: Sequence[str]  # parts of `read` that look empty
@@ -29,7 +29,7 @@ class View(NamedTuple):
 
 
 def enter(view: View) -> None:
-    """Leaves the caller in new namespaces with `view` as its root. Raises OSError where the kernel refuses."""
+    """Moves the caller to new namespaces with `view` as its root. Raises OSError if the kernel refuses."""
     if os.geteuid() == 0:
         kernel.call("unshare", _NEWNS)
         _new_root(view)
@@ -90,12 +90,12 @@ def _show(path: str) -> None:
         _mount(path, _BASE + path, "", _BIND | _REC)
         found = os.statvfs(path).f_flag
         kept = found & ~_STAT_RELATIME & 0xFFF | (_RELATIME if found & _STAT_RELATIME else 0)
-        # a mount from outside keeps its own restrictions, else the kernel refuses
+        # a mount from outside must keep its own restrictions, or the kernel refuses
         _mount("none", _BASE + path, "", _REMOUNT | _BIND | _RDONLY | _NOSUID | kept)
 
 
 def _place(path: str) -> None:
-    """An empty directory or file to bind on."""
+    """Creates an empty directory or file to bind to."""
     if os.path.isdir(path):
         os.makedirs(_BASE + path, exist_ok=True)
     else:
@@ -105,6 +105,6 @@ def _place(path: str) -> None:
 
 def _pivot() -> None:
     os.chdir(_BASE)
-    kernel.call("pivot_root", b".", b".")  # the old root now lies on top of the new one: take it off
+    kernel.call("pivot_root", b".", b".")  # the old root is now on top of the new one: unmount it
     kernel.call("umount2", b".", _DETACH)
     os.chdir("/")

@@ -1,9 +1,9 @@
-"""When an answer counts as right against a reference's, as evalplus 0.3.1 decides it (`untrusted_check`).
+"""When an answer counts as correct given a reference's, as in evalplus 0.3.1 (`untrusted_check`).
 
-Equal; or, where the task has a tolerance or the reference is float, close as numpy's allclose has it with
-rtol = 1e-7. A few tasks that have several right answers are judged by rules of their own. Two departures: nested
-lists must have the same shape (numpy broadcasts), and HumanEval/32 is judged by its polynomial, which evalplus 0.3.1
-means to do as well but then fails every answer, because it never counts the input as done.
+Equal; or, if the task has a tolerance or the reference is float, close in the sense of numpy's allclose with
+rtol = 1e-7. A few tasks with several correct answers have their own rules. Two departures: nested lists must have the
+same shape (numpy broadcasts), and HumanEval/32 is judged by its polynomial, which evalplus 0.3.1 also intends but then
+fails every answer, because it never counts the input as done.
 """
 
 import math
@@ -27,18 +27,18 @@ class Comparison:
         self._dataset, self._name, self._atol = dataset, entry_point, atol
 
     def reference(self, answer: Any) -> Any:
-        """What a reference's answer is kept as."""
+        """The form in which a reference's answer is stored."""
         return answer is not None if self._dataset == "mbpp" and self._name in _FOUND_OR_NOT else answer
 
     def holds(self, answer: Any, right: Any, arguments: Sequence[Any]) -> bool:
-        """Whether `answer` is right; raises where the two cannot even be compared, which counts as wrong."""
+        """Whether `answer` is correct; raises if the two cannot be compared, which counts as wrong."""
         if self._dataset == "humaneval" and self._name == "find_zero":
             return abs(math.fsum(c * answer**i for i, c in enumerate(arguments[0]))) <= self._atol
         exact = bool(answer == right)
         if self._dataset == "mbpp":
             exact = self._mbpp(exact, answer, right, arguments)
         if self._atol == 0 and _is_float(right):
-            self._atol = _FLOAT_ATOL  # stays for the task's later inputs, as in evalplus
+            self._atol = _FLOAT_ATOL  # also for the task's later inputs, as in evalplus
         if exact or self._atol == 0:
             return exact
         return type(answer) is type(right) and _close(answer, right, self._atol)
@@ -71,7 +71,7 @@ def _close(answer: Any, right: Any, atol: float) -> bool:
         return same and all(_close(a, r, atol) for a, r in zip(answer, right, strict=True))
     if not (isinstance(answer, int | float | complex) and isinstance(right, int | float | complex)):
         return False
-    # equal covers the infinities; a NaN is close to nothing
+    # equality covers the infinities; a NaN is close to nothing
     return answer == right or (_finite(right) and abs(answer - right) <= atol + _RTOL * abs(right))
 
 
@@ -80,7 +80,7 @@ def _finite(value: complex) -> bool:
 
 
 def _pyramid_surface(base: float, height: float) -> int:
-    """Of a square pyramid whose height is measured to the apex."""
+    """Surface of a square pyramid whose height is measured to the apex."""
     slant = math.hypot(base / 2, height)
     return round(base * base + 2 * base * slant)
 

@@ -1,4 +1,4 @@
-"""The role that finds out which layers this machine has, by applying each one in a child that then ends."""
+"""The role that detects which layers this machine supports, by applying each one in a child that then exits."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def _works(layer: str, payload: dict[str, Any]) -> bool:
 def _apply(layer: str, payload: dict[str, Any]) -> None:
     if layer == "namespaces":
         launcher.enter_namespaces({**payload, "layers": ["namespaces"]})
-        if os.fork() == 0:  # process 1, without which the namespace is of no use
+        if os.fork() == 0:  # process 1, without which the namespace is unusable
             os._exit(0)
         os.wait()
     elif layer == "landlock":

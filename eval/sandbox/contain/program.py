@@ -1,4 +1,4 @@
-"""The role of a whole program: run as `__main__`, with its own output and exit code."""
+"""The role that runs a whole program as `__main__`, with its own output and exit code."""
 
 import sys
 import types

@@ -1,7 +1,7 @@
 """The role that runs model-written code: it executes the program, then answers calls until the checker hangs up.
 
-Nothing that it says is trusted, and it is told nothing but the arguments of each call: no test, no expected value.
-Objects that are no plain values stay here; the checker gets a number for each.
+Nothing that it sends is trusted, and it learns only the arguments of each call: no test, no expected value. Objects
+that are not plain values stay here; the checker gets a number for each.
 """
 
 import builtins
@@ -16,7 +16,7 @@ from eval.sandbox.contain.codec import pack, receive, send, unpack
 
 
 class _Objects:
-    """What the checker holds a handle for."""
+    """The objects for which the checker holds handles."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
@@ -63,7 +63,7 @@ def _serve(request: Any, objects: _Objects) -> dict[str, Any]:
 
 
 def _failure(error: BaseException, objects: _Objects) -> dict[str, Any]:
-    """The nearest builtin class of an exception and its arguments, or its text where these are not plain."""
+    """The nearest builtin class of an exception and its arguments, or its text if these are not plain."""
     kind = next(kind for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind)
     try:
         args = pack(list(error.args), _no_handles)

@@ -147,7 +147,7 @@ def test_methods_over_seeds(tmp_path: Path) -> None:
         "a − b (seed 0, 1, 2)\n      quality % +50.0 (-41.9 to +141.9), 4 prompts\n      tau +0.55 (+0.43 to +0.67)"
         in text
     )
-    with pytest.raises(UserError, match="a folder is there twice"):
+    with pytest.raises(UserError, match="a folder is listed twice"):
         compare([folders[0], folders[0]])
     again = made(tmp_path / "again", "a", 0, [(2.5, 10)])
     with pytest.raises(UserError, match="two runs of 'a' have seed 0"):
@@ -203,7 +203,7 @@ def test_folders_that_hold_no_finished_run(tmp_path: Path) -> None:
     whole = made(tmp_path / "a", "a", 0, [(2.0, 10)])
     killed = (whole / "results.json").read_text().replace('"seed": 0,', '"seed": 0, "complete": false,', 1)
     for text, words in (
-        ("{}", "not the results of a run"), ("{", "not the results of a run"), ("[]", "not the results of a run"),
+        ("{}", "not a run's results.json"), ("{", "not a run's results.json"), ("[]", "not a run's results.json"),
         (killed, "not finished"),
     ):  # fmt: skip
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -217,7 +217,7 @@ def test_folders_that_hold_no_finished_run(tmp_path: Path) -> None:
     (whole / "samples.jsonl").unlink()
     with pytest.raises(UserError, match=r"samples\.jsonl is missing"):
         compare([whole])
-    with pytest.raises(UserError, match="no training run with a noise schedule"):
+    with pytest.raises(UserError, match="not a run with a noise schedule"):
         ablation([whole], decoder="jacobi_single")
 
 
