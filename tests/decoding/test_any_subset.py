@@ -42,6 +42,25 @@ def some(toys: SimpleNamespace, seed: int, count: int = 7, **common: Any) -> lis
     return toys.infilling(random.Random(seed), count, vocab=VOCAB, samplings=SAMPLINGS, **common)
 
 
+def long(sampling: Sampling, seed: int = 0) -> Request:
+    """Three tokens shown, seventeen to generate."""
+    shown = (2, 9, 15)
+    holes = [p for p in range(20) if p not in shown]
+    return Request(
+        ids=[1, 4, 1], positions=[*shown, *holes], sampling=sampling, max_new_tokens=17, stop_ids=(), seed=seed
+    )
+
+
+def context_free(toys: SimpleNamespace) -> Any:
+    """A model that attends to nothing: what it drafts is drawn from the oracle's own distribution."""
+    of = model(toys)
+    with torch.no_grad():
+        for name, p in of.model.named_parameters():
+            if "o_proj" in name:
+                p.zero_()
+    return of
+
+
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Inquiry], Tensor]]:
     """What each pass from now on asks, and the logits that it gets."""
     seen: list[tuple[list[Inquiry], Tensor]] = []
@@ -71,7 +90,7 @@ def test_every_query_is_the_conditional_it_asks_for(
     """With the cache, in a batch, beside other queries: as one query alone over the text anew. So neither what other
     queries ask nor what stands in places behind the limit (drafts, rejected tokens) can matter."""
     of, seen = model(toys), passes(monkeypatch)
-    decode(toys.any_subset(target=of, **KINDS[kind]), some(toys, 1, 15), in_flight=4)
+    decode(toys.any_subset(target=of, **KINDS[kind]), some(toys, 1, 25), in_flight=4)
     compared = 0
     for rows, logits in seen:
         for row, got in zip(rows, logits, strict=True):
@@ -199,14 +218,8 @@ def test_theorem_1(toys: SimpleNamespace, kind: str, seed: int) -> None:
 
 
 def test_drafts_save_passes(toys: SimpleNamespace) -> None:
-    """Not vacuous: with drafts that are mostly right NFE is far below the tokens; a model that attends to nothing
-    drafts from the oracle's own distribution."""
-    of = model(toys)
-    with torch.no_grad():
-        for name, p in of.model.named_parameters():
-            if "o_proj" in name:
-                p.zero_()
-    (request,) = toys.infilling(random.Random(3), 1, vocab=VOCAB, longest=30, samplings=SAMPLINGS[2:])
+    """Not vacuous: where all drafts are right NFE is far below the tokens."""
+    of, request = context_free(toys), long(SAMPLINGS[2])
     holes = request.max_new_tokens
     for k, bonus in ((4, False), (4, True), (2, False), (1, False)):
         (made,) = decode(toys.any_subset(target=of, num_drafts=k, bonus=bonus), [request])
@@ -247,7 +260,7 @@ def test_a_request_gives_what_it_gives_alone(toys: SimpleNamespace, kind: str, s
 @pytest.mark.parametrize("kind", KINDS)
 def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, kind: str) -> None:
     decoder = toys.any_subset(target=model(toys), **KINDS[kind])
-    first, second, third = (r for r in some(toys, 11, 12) if r.max_new_tokens > 3 and not r.sampling.greedy)
+    first, second, third = [r for r in some(toys, 11, 40) if r.max_new_tokens > 5][:3]
     alone = {id(r): shown(decode(decoder, [r])[0]) for r in (first, second, third)}
     with torch.inference_mode():
         for steps in range(4):
@@ -271,21 +284,14 @@ def test_without_positions_from_left_to_right(toys: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mask_token_is_never_generated(toys: SimpleNamespace, kind: str) -> None:
-    """Not even by a model that would say nothing else."""
-    of = model(toys, tie=False)
-    with torch.no_grad():  # the mask token's logit is the largest wherever another is above 0
-        of.lm_head.weight[VOCAB - 1] = 3 * of.lm_head.weight[:3].sum(0)
-    asked = some(toys, 8, 12)
-    first = torch.stack([unbanned(toys, of, request) for request in asked])
-    assert (first.argmax(-1) == VOCAB - 1).any()
-    for made in decode(toys.any_subset(target=of, **KINDS[kind]), asked):
+    """Not even by a model that would rather say nothing else."""
+    of, raw = model(toys), []
+    with torch.no_grad():
+        of.lm_head.weight[VOCAB - 1] = 2 * of.lm_head.weight[5]  # where that token is likely, the mask token is more so
+    of.lm_head.register_forward_hook(lambda _, args, out: raw.append(out.argmax(-1).flatten()))
+    for made in decode(toys.any_subset(target=of, **KINDS[kind]), some(toys, 8, 12)):
         assert VOCAB - 1 not in made.tokens
-
-
-@torch.no_grad()
-def unbanned(toys: SimpleNamespace, of: Any, request: Request) -> Tensor:
-    ids, n = [*request.ids, VOCAB - 1], len(request.ids)
-    return of.logits(of(torch.tensor([ids]), positions_BL=torch.tensor([request.positions[: n + 1]])).hidden_BLD[0, -1])
+    assert (torch.cat(raw) == VOCAB - 1).float().mean() > 0.3
 
 
 def test_stops_end_the_text_in_order_of_generation(toys: SimpleNamespace) -> None:
@@ -331,12 +337,7 @@ def test_passes_are_counted_apart(toys: SimpleNamespace, monkeypatch: pytest.Mon
 
 
 def test_the_bonus_is_one_token_behind_all_drafts(toys: SimpleNamespace) -> None:
-    of = model(toys)
-    with torch.no_grad():
-        for name, p in of.model.named_parameters():
-            if "o_proj" in name:
-                p.zero_()
-    (request,) = toys.infilling(random.Random(3), 1, vocab=VOCAB, longest=30, samplings=SAMPLINGS[2:])
+    of, request = context_free(toys), long(SAMPLINGS[2])
     for bonus in (False, True):
         (made,) = decode(toys.any_subset(target=of, num_drafts=3, bonus=bonus), [request])
         full = [p for p in made.rounds[:-1] if p.accepted == p.drafted == 2]
@@ -347,8 +348,7 @@ def test_the_bonus_is_one_token_behind_all_drafts(toys: SimpleNamespace) -> None
 def test_a_pass_computes_no_more_than_it_needs(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone: the anchor and k queries, or the anchor, the drafts but the last one, and a query each."""
     of, seen = model(toys), passes(monkeypatch)
-    (request,) = toys.infilling(random.Random(3), 1, vocab=VOCAB, longest=30, samplings=SAMPLINGS[1:])
-    (made,) = decode(toys.any_subset(target=of, num_drafts=4), [request])
+    (made,) = decode(toys.any_subset(target=of, num_drafts=4), [long(SAMPLINGS[1])])
     for (rows, _), done in zip(seen[1:], made.passes[1:], strict=True):
         (row,) = rows
         assert row.width == done.positions
@@ -490,6 +490,17 @@ def test_other_decoders_refuse_positions(toys: SimpleNamespace) -> None:
     ):
         with pytest.raises(UserError, match=r"request 0 names the positions .* take decoder=any_subset or assd"):
             decode(decoder, [request])
+
+
+def test_a_step_of_rows_that_are_all_done(toys: SimpleNamespace) -> None:
+    for kind in ("self", "ngram"):
+        for sampling in SAMPLINGS[:2]:
+            decoder = toys.any_subset(target=model(toys), **KINDS[kind])
+            state = decoder.start([Request(ids=[1], sampling=sampling, max_new_tokens=1, stop_ids=(), seed=0)])
+            before = shown(state.rows[0].generation)
+            decoder.step(state)
+            assert shown(state.rows[0].generation) == before
+            assert state.rows[0].generation.idle_positions == 1
 
 
 def test_drafts_wait_in_the_state(toys: SimpleNamespace) -> None:
