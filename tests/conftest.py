@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from dspec.calibration.sts import Calibration
+from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Request, requests
 from dspec.decoding.jacobi import Jacobi
@@ -226,6 +227,51 @@ def jacobi(*, target: LanguageModel, sampling: Sampling, config: JacobiConfig) -
     return Bound(Jacobi(target=target, config=config), sampling)
 
 
+def any_subset(
+    *, target: LanguageModel, num_drafts: int, draft: str = "self", bonus: bool = False, tolerance: float = 0.0
+) -> AnySubset:
+    config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
+    return AnySubset(target=target, config=config)
+
+
+def infilling(
+    rng: random.Random, count: int, *, vocab: int, longest: int = 12, samplings: Sequence[Sampling], **common: Any
+) -> list[Request]:
+    """Requests that show some tokens of a text, in order or not, and ask for the others; some texts have gaps."""
+    made = []
+    for _ in range(count):
+        length = rng.randint(2, longest)
+        places = sorted(rng.sample(range(length + rng.choice([0, 0, 5])), length))
+        shown = rng.sample(places, rng.randint(1, length - 1))
+        holes = [place for place in places if place not in shown]
+        made.append(
+            Request(
+                ids=[rng.randrange(vocab - 1) for _ in shown],
+                positions=[*shown, *holes],
+                max_new_tokens=len(holes),
+                sampling=rng.choice(samplings),
+                seed=rng.randrange(1000),
+                **{"stop_ids": ()} | common,
+            )
+        )
+    return made
+
+
+@torch.no_grad()
+def conditional(
+    of: LanguageModel, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int
+) -> Tensor:
+    """Logits of an any-subset model for `place` given all of `tokens`, which are in order of generation: one query,
+    no cache, and a mask written out."""
+    n = len(tokens)
+    sees = torch.tensor([[k < max(prompt, q + 1) for k in range(n + 1)] for q in range(n + 1)])
+    at = torch.tensor([[*positions[:n], positions[place]]])
+    hidden = of(
+        torch.tensor([[*tokens, of.mask_token_id]]), positions_BL=at, mask=lambda b, h, q, kv: sees[q, kv]
+    ).hidden_BLD
+    return of.logits(hidden[0, -1]).index_fill(-1, torch.tensor([of.mask_token_id]), -torch.inf)
+
+
 def finished(asked: Sequence[Request], generations: Sequence[Generation]) -> State:
     """What a decoder's `start` gives back whose answers are done with it."""
     rows = [Row(r, [*r.ids, *g.tokens], replace(g, stopped=True)) for r, g in zip(asked, generations, strict=True)]
@@ -330,7 +376,7 @@ class OracleProposer:
 def toys() -> SimpleNamespace:
     names = (
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
-        "finished Remembering Bound autoregressive speculative jacobi"
+        "finished Remembering Bound autoregressive speculative jacobi any_subset infilling conditional"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

@@ -24,7 +24,7 @@ from dspec.attention import masks
 from dspec.decoding.generation import Generation, Kind, Pass, Request
 from dspec.decoding.loop import check_requests
 from dspec.decoding.ngram import Bigrams
-from dspec.decoding.sampling import Sampling, SamplingBatch, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, Streams, draw, verify_greedy, verify_sampled
 from dspec.decoding.state import PerRow, Row, State
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
@@ -74,7 +74,7 @@ class Inquiry:
 def ask(model: LanguageModel, rows: Sequence[Inquiry], *, cache: PositionCache | None = None) -> Tensor:
     """Logits [B, Q, V] of the tokens asked for, that of the mask token -inf. Rows that ask for fewer than the longest
     have garbage behind."""
-    B, L, Q = len(rows), max(row.width for row in rows), max(len(row.asked) for row in rows)
+    B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.asked) for row in rows))
     contents = torch.tensor([len(row.tokens) - row.start for row in rows])
     ids, positions, limits = (torch.zeros(B, L, dtype=torch.long) for _ in range(3))
     ids += (mask_token := _mask_token(model))
@@ -177,7 +177,7 @@ class AnySubset:
         logits = ask(self.target, asked, cache=state.cache)
         with span("sampling"):
             probs = None if uniform is None else samplings.probs(logits)
-            accepted, following = self._verify(drafts, logits, probs, samplings, state, uniform)
+            accepted, following = self._verify(state.rows, drafts, logits, probs, uniform)
             fresh = self._drafted(asked, drafts, logits, probs, uniform)
 
         # 3. commit: the accepted drafts and the token behind them; what was drafted behind it waits for the next pass
@@ -231,11 +231,10 @@ class AnySubset:
 
     def _verify(
         self,
+        rows: Sequence[Row],
         drafts: Sequence[Drafts],
         logits_BQV: Tensor,
         probs_BQV: Tensor | None,
-        samplings: SamplingBatch,
-        state: State,
         uniform: Tensor | None,
     ) -> tuple[list[int], list[int]]:
         """How many of each row's drafts are accepted, and the token behind them; that is of no use where all are and
@@ -250,7 +249,7 @@ class AnySubset:
             accepted, following = verify_greedy(tokens, count, logits_BQV[:, slots])
         else:
             # u < p / q + epsilon is u - epsilon < p / q
-            tolerance = [0.0 if row.request.sampling.greedy else self.config.tolerance for row in state.rows]
+            tolerance = [0.0 if row.request.sampling.greedy else self.config.tolerance for row in rows]
             tested = uniform[:, :J] - torch.tensor(tolerance, dtype=uniform.dtype, device=device)[:, None]
             laws = _stacked(drafts, J, like=probs_BQV)
             last = uniform[:, self.config.num_drafts]

@@ -48,6 +48,41 @@ def test_branches(seed: int) -> None:
     _equal(masks.branches(torch.tensor(starts), torch.tensor(rows)), table)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_any_subset(seed: int) -> None:
+    """Whatever the limits, and rows that begin at places of their own."""
+    rng = random.Random(seed)
+    starts, width = [rng.randint(0, 5) for _ in range(3)], rng.randint(1, 7)
+    limits = [[rng.randint(0, start + width) for _ in range(width)] for start in starts]
+    table = [
+        [[k < row[q] or k == start + q for k in range(max(starts) + width)] for q in range(width)]
+        for start, row in zip(starts, limits, strict=True)
+    ]
+    _equal(masks.any_subset(torch.tensor(limits), torch.tensor(starts)), table)
+    assert all(table[b][q][starts[b] + q] for b in range(3) for q in range(width))  # no row of a softmax is empty
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_subset_over_a_rank_vector(seed: int) -> None:
+    """The two streams in words, over ranks: prompt tokens are alike, later ones follow one another."""
+    rng = random.Random(seed)
+    prompt, text = rng.randint(1, 4), rng.randint(5, 8)
+    n = rng.randint(prompt, text - 1)  # draft queries ask behind so many known tokens
+    streams = [("content", i) for i in range(text)] + [("oracle", i) for i in range(prompt, text)]
+    streams += [("draft", i) for i in range(n, text)]
+
+    def sees(q: tuple[str, int], k: tuple[str, int]) -> bool:
+        if k[0] != "content":
+            return q == k
+        rank_q, rank_k = (0 if place < prompt else place for place in (q[1], k[1]))
+        bar = n if q[0] == "draft" else rank_q
+        return rank_k <= rank_q if q[0] == "content" else rank_k < bar
+
+    limit = {"content": lambda i: max(prompt, i + 1), "oracle": lambda i: i, "draft": lambda i: n}
+    limits = torch.tensor([[limit[kind](i) for kind, i in streams]])
+    _equal(masks.any_subset(limits, torch.tensor([0])), [[[sees(q, k) for k in streams] for q in streams]])
+
+
 def test_build_takes_the_cheapest_form() -> None:
     """No mask, the causal kernel, or a table: boolean, or as what is added to scores."""
     causal = {"device": CPU, "added": torch.float64}
@@ -198,6 +233,13 @@ def test_docstring_pictures() -> None:
     assert rows == [[1, 0, 0, 0, 1, 1, 0, 0]] * 2 + [[1, 1, 1, 0, 0, 0, 1, 1]] * 2
     causal = masks.dense(masks.causal(torch.tensor([2])), batch=1, queries=2, keys=5, device=CPU)[0, 0]
     assert causal.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
+    limits = torch.tensor([[2, 2, 2, 3, 2, 3]])  # t2 and t3 see themselves anyway
+    pairs = masks.dense(masks.any_subset(limits, torch.tensor([0])), batch=1, queries=6, keys=6, device=CPU)[0, 0]
+    own = [[1, 1, 0, 0, 0, 0]] * 2 + [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 1]]
+    assert pairs.int().tolist() == own
+    parallel = masks.any_subset(torch.tensor([[2, 2]]), torch.tensor([2]))  # behind a cache that holds c0 c1
+    rows = masks.dense(parallel, batch=1, queries=2, keys=4, device=CPU)[0, 0].int().tolist()
+    assert rows == [[1, 1, 1, 0], [1, 1, 0, 1]]
     document, block = torch.zeros(1, 7, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 1, 2, 2]])
     noisy = torch.tensor([[False, True, False, True, False, True, False]])
     for window in (None, 1):
