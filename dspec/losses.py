@@ -171,6 +171,18 @@ def token_loss(
     return weight_p * ce, stats, probs if gradient else None
 
 
+def token_loss_without(banned: int) -> Criterion:
+    """`token_loss` under a softmax that leaves the token `banned` out, which must be no label."""
+
+    def criterion(
+        work: Workspace, logits_pV: Tensor, gradient: bool, weight_p: Tensor, label_p: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        logits_pV[:, banned] = -torch.inf  # its probability and its gradient are exact zeros
+        return token_loss(work, logits_pV, gradient, weight_p, label_p)
+
+    return criterion
+
+
 def draft_loss(target_head_VD: Tensor, *, ce_weight: float, tv_weight: float) -> Criterion:
     """Weighted CE on data tokens plus L1 distance (= 2 TV) to the target's distribution (DSpark, section 4).
 

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Generator, Tensor, nn
 
@@ -31,12 +31,11 @@ class Batch:
     loss_BL: Tensor  # bool: tokens that are supervised (the response and its end token)
     document_BL: Tensor | None = None  # packed rows: the document of each position (-1 = padding)
     positions_BL: Tensor | None = None  # packed rows: position within the document
+    numbers: Sequence[int] | None = None  # of the rows among all that are drawn, over batches and ranks
 
-    def to(self, device: object) -> "Batch":
-        def move(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.to(device)  # type: ignore[call-overload]
-
-        return Batch(self.ids_BL.to(device), self.loss_BL.to(device), move(self.document_BL), move(self.positions_BL))  # type: ignore[call-overload]
+    def to(self, device: object) -> Self:
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: t.to(device) for name, t in held.items() if isinstance(t, Tensor)})  # type: ignore[call-overload]
 
 
 class Method(nn.Module, ABC):
@@ -47,8 +46,14 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
+<<<<<<< HEAD
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that it depends neither on
         the other rows of the batch nor on the number of ranks."""
+=======
+        """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
+        neither on the rows beside it nor on the number of ranks that share them. So do their `numbers`, which
+        low-discrepancy sequences over rows, accumulated batches and ranks count by."""
+>>>>>>> asarm_train
 
     def begin(self, data: Any) -> None:
         """Called once before the first step with the data module, whose rows are ready by then."""

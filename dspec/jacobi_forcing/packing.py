@@ -8,9 +8,8 @@ of one trajectory P = prompt tokens, R = response tokens, J = blocks, S = states
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +90,6 @@ class TrajectoryBatch(Batch):
     index_N: Tensor  # index of the block in its response
     row_N: Tensor
     start_N: Tensor  # index in the row of the noisy copy's first token
-
-    def to(self, device: object) -> "TrajectoryBatch":
-        moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
-        return TrajectoryBatch(**moved)
 
     def states(self, chosen_N: Tensor) -> Tensor:
         """Tokens [N, n]: state chosen_N[i] of block i."""

@@ -95,7 +95,8 @@ class LanguageModel(nn.Module):
         name: str,
         mask_token_id: int | None = None,
     ) -> None:
-        """`mask_token_id` fills a drafter's empty slots; None takes the tokenizer's mask token, if it has one.
+        """`mask_token_id` fills a drafter's empty slots; None takes the one that the model's config names, else the
+        tokenizer's mask token, if it has one.
 
         Raises UserError for another family, or for layers that attend through a sliding window.
         """
@@ -117,7 +118,8 @@ class LanguageModel(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer: Any = tokenizer  # None only for decoding bare token ids
         self.name = name
-        self.mask_token_id = mask_token_id if mask_token_id is not None else getattr(tokenizer, "mask_token_id", None)
+        named = (mask_token_id, getattr(config, "mask_token_id", None), getattr(tokenizer, "mask_token_id", None))
+        self.mask_token_id: int | None = next((token for token in named if token is not None), None)
         if self.dtype == torch.float64:
             _norms_in_double(model)
 

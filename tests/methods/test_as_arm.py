@@ -1,0 +1,466 @@
+"""AS-ARM's joint loss against one pass per conditional, what a conditional may hang on, how (sigma, m) is drawn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from data.module import document_batch, pad
+from dspec.errors import UserError
+from dspec.method import Batch
+from dspec.methods.as_arm import ASARM, GOLDEN_RATIO, MaskRate, Order, draw_order, layout, row_lengths
+from dspec.methods.jacobi_forcing import FullFineTuning
+from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
+from dspec.training.lit_module import LitModule
+
+EXACT = {"rtol": 0, "atol": 1e-10}
+WIDE = MaskRate(low=[0.1, 0.1], high=[1.0, 1.0], steps=0)
+MASK = 10  # of the toys: their last token
+
+
+def method(of: LanguageModel, **changes: Any) -> ASARM:
+    settings: dict[str, Any] = {
+        "tuning": FullFineTuning(interpolation=1.0), "rate": WIDE, "order": "sorted", "first_visible": False,
+        "lookahead": 1, "normalisation": "per_token", "chunk_mb": 6e-4,
+    }  # fmt: skip
+    return ASARM(target=of, **(settings | changes))
+
+
+def generators(rows: int, seed: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
+
+
+def batch_of(rows: Sequence[Sequence[int]], *, first: int = 0, padding: int = 0) -> Batch:
+    """Rows numbered from `first`, whose response begins at their second token."""
+    made = pad([(list(row), 1) for row in rows])
+    place = torch.arange(made.ids_BL.shape[1])
+    real = place < torch.tensor([len(row) for row in rows])[:, None]
+    return Batch(made.ids_BL.where(real, padding), made.loss_BL, numbers=range(first, first + len(rows)))
+
+
+def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(MASK, (n,), generator=generator).tolist() for n in lengths]
+
+
+def orders(lengths: Sequence[int], *, order: str = "sorted", lookahead: int = 1, seed: int = 0) -> list[Order]:
+    how: dict[str, Any] = {"order": order, "first_visible": False, "lookahead": lookahead}
+    rates = [0.3, 0.6, 0.99, 0.5]
+    return [
+        draw_order(n, rates[i % 4], g, **how)
+        for i, (n, g) in enumerate(zip(lengths, generators(9, seed), strict=False))
+    ]
+
+
+def conditional(of: LanguageModel, text: Sequence[int], known: Sequence[int], prompt: int, position: int) -> Tensor:
+    """log p of the token at `position` given those at the positions `known`, the first `prompt` of which see each other
+    and the others what is before them: a pass of its own, its tokens in the order of the text, its mask a table."""
+    at = sorted([*known, position])
+    rank = {p: i for i, p in enumerate(known)}
+    table = torch.zeros(len(at), len(at), dtype=torch.bool)
+    for q, query in enumerate(at):
+        for k, key in enumerate(at):
+            if query == position:
+                table[q, k] = True
+            elif key != position:
+                both_given = rank[query] < prompt and rank[key] < prompt
+                table[q, k] = both_given or rank[key] <= rank[query]
+    ids = torch.tensor([[MASK if p == position else text[p] for p in at]])
+    hidden = of(ids, positions_BL=torch.tensor([at]), mask=lambda b, h, q, kv: table[q, kv]).hidden_BLD
+    logits_V = of.logits(hidden[0, at.index(position)])
+    return logits_V[:MASK].log_softmax(-1)[text[position]]  # MASK is the last token: it is left out
+
+
+def reference(of: LanguageModel, text: Sequence[int], order: Order) -> Tensor:
+    """- log p of each predicted token."""
+    position, losses = order.position_N.tolist(), []
+    for i, limit in enumerate(order.limit_P.tolist()):
+        losses.append(-conditional(of, text, position[:limit], order.prompt, position[order.prompt + i]))
+    return torch.stack(losses)
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("normalisation", ["per_token", "per_row"])
+@pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("sorted", 4)])
+def test_loss_and_gradient(toys: SimpleNamespace, family: str, normalisation: str, order: str, lookahead: int) -> None:
+    lengths = [7, 2, 9]
+    rows, drawn = texts(lengths), orders(lengths, order=order, lookahead=lookahead)
+    trained = method(toys.target(family), order=order, lookahead=lookahead, normalisation=normalisation)
+    result = trained.loss_at(batch_of(rows), drawn)
+    losses = [reference(trained.target, row, o) for row, o in zip(rows, drawn, strict=True)]
+    if normalisation == "per_token":
+        expected, weight = torch.cat(losses).sum(), sum(len(x) for x in losses)
+    else:
+        expected, weight = torch.stack([x.mean() for x in losses]).sum(), 3
+    torch.testing.assert_close(result.loss_sum, expected, **EXACT)
+    assert int(result.weight) == weight
+    torch.testing.assert_close(result.metrics["ce"][0], torch.cat(losses).sum(), **EXACT)
+    parameters = list(trained.target.model.parameters())
+    got, wanted = (torch.autograd.grad(x, parameters) for x in (result.loss_sum, expected))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    assert max(float(g.abs().max()) for g in got) > 0.1
+
+
+def test_both_normalisations_differ_by_rows_of_unequal_length(toys: SimpleNamespace) -> None:
+    lengths = [3, 20]
+    rows, drawn, of = texts(lengths), orders(lengths), toys.target()
+    whole = method(of).loss_at(batch_of(rows), drawn)
+    mean = method(of, normalisation="per_row").loss_at(batch_of(rows), drawn)
+    assert int(mean.weight) == 2 < int(whole.weight)
+    alone = [method(of).loss_at(batch_of([r]), [o]) for r, o in zip(rows, drawn, strict=True)]
+    torch.testing.assert_close(whole.loss_sum, sum(x.loss_sum for x in alone), **EXACT)
+    torch.testing.assert_close(mean.loss_sum, sum(x.loss_sum / x.weight for x in alone), **EXACT)
+
+
+def test_mask_has_no_probability_and_no_gradient(toys: SimpleNamespace) -> None:
+    """However large its logit is."""
+    lengths = [6, 5]
+    rows, drawn = texts(lengths), orders(lengths)
+    trained = method(toys.target())
+    before = trained.loss_at(batch_of(rows), drawn).loss_sum
+    with torch.no_grad():
+        trained.target.lm_head.weight[MASK] = 1e4
+    after = trained.loss_at(batch_of(rows), drawn).loss_sum
+    torch.testing.assert_close(after, before, **EXACT)
+    after.backward()
+    grad = trained.target.lm_head.weight.grad
+    assert (grad[MASK] == 0).all()
+    assert grad.isfinite().all()
+    assert (grad[:MASK] != 0).any()
+    assert (trained.target.embed_tokens.weight.grad[MASK] != 0).any()  # it is what queries are made of
+
+
+def test_a_mask_in_the_text_is_context_alone(toys: SimpleNamespace) -> None:
+    """Nothing can predict it; it is seen as the token it is."""
+    text = texts([6])[0]
+    marked = [*text[:3], MASK, *text[4:]]
+    order = Order(torch.tensor([0, 4, 2, 3, 5, 1]), 2, torch.tensor([2, 3, 4, 5]))
+    trained = method(toys.target())
+    result = trained.loss_at(batch_of([marked]), [order])
+    expected = [conditional(trained.target, marked, [0, 4, 2, 3, 5][:n], 2, p) for n, p in ((2, 2), (4, 5), (5, 1))]
+    torch.testing.assert_close(result.loss_sum, -torch.stack(expected).sum(), **EXACT)
+    assert int(result.weight) == 3
+
+
+@pytest.mark.parametrize("normalisation", ["per_token", "per_row"])
+def test_nothing_to_predict(toys: SimpleNamespace, normalisation: str) -> None:
+    """A row of one token, and one without a supervised token."""
+    trained = method(toys.target(), normalisation=normalisation)
+    ids = torch.tensor([[3, 1, 2], [4, 5, 6]])
+    loss = torch.tensor([[True, False, False], [False, False, False]])
+    result = trained.loss(Batch(ids, loss, numbers=(0, 1)), generators=generators(2))
+    result.loss_sum.backward()
+    assert float(result.loss_sum.detach()) == int(result.weight) == 0
+    assert all(p.grad is None or (p.grad == 0).all() for p in trained.parameters())
+
+
+# ---- what a conditional hangs on
+
+
+def states(trained: ASARM, row: Sequence[int], order: Order) -> Tensor:
+    """Hidden states [P, D] of a row's position queries."""
+    seen: list[Tensor] = []
+    hook = trained.target.register_forward_hook(lambda module, args, output: seen.append(output.hidden_BLD))
+    with torch.no_grad():
+        trained.loss_at(batch_of([row]), [order])
+    hook.remove()
+    return seen[0][0, len(row) :]
+
+
+@pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("random", 3)])
+def test_a_token_changes_no_conditional_of_itself_or_of_those_before(
+    toys: SimpleNamespace, order: str, lookahead: int
+) -> None:
+    trained = method(toys.target())
+    (row,), (drawn,) = texts([9], seed=3), orders([9], order=order, lookahead=lookahead, seed=5)
+    before, position = states(trained, row, drawn), drawn.position_N.tolist()
+    for place, at in enumerate(position):
+        changed = [*row[:at], (row[at] + 1) % MASK, *row[at + 1 :]]
+        moved = (states(trained, changed, drawn) - before).abs().amax(-1)
+        sees = drawn.limit_P > place  # the whole prompt is seen by all
+        assert (moved[~sees] == 0).all()
+        assert (moved[sees] > 1e-4).all()
+        assert place >= drawn.prompt or sees.all()
+
+
+def test_queries_see_no_other_query(toys: SimpleNamespace) -> None:
+    """Asked for fewer tokens, the same hidden states."""
+    trained, (row,) = method(toys.target()), texts([8])
+    position = torch.tensor([0, 3, 5, 1, 2, 4, 6, 7])
+    every = states(trained, row, Order(position, 3, torch.full((5,), 3)))
+    for i in range(5):
+        others = torch.cat([position[:3], position[3 + i : 4 + i], position[3 : 3 + i], position[4 + i :]])
+        one = states(trained, row, Order(others, 3, torch.tensor([3, 8, 8, 8, 8])))
+        torch.testing.assert_close(one[0], every[i], **EXACT)
+
+
+def test_padding_is_neither_seen_nor_supervised(toys: SimpleNamespace) -> None:
+    lengths = [4, 9, 6]
+    rows, drawn, trained = texts(lengths), orders(lengths), method(toys.target())
+    together = trained.loss_at(batch_of(rows, padding=7), drawn)
+    alone = [trained.loss_at(batch_of([row]), [o]) for row, o in zip(rows, drawn, strict=True)]
+    torch.testing.assert_close(together.loss_sum, sum(x.loss_sum for x in alone), **EXACT)
+    assert int(together.weight) == sum(int(x.weight) for x in alone) == sum(len(o.limit_P) for o in drawn)
+
+
+def test_a_packed_row_is_one_text(toys: SimpleNamespace) -> None:
+    """Its documents see each other, as the paper's; what fills it up behind them does not count."""
+    one, two = texts([4, 5])
+    packed = document_batch([[(one, 2), (two, 1)]], 12)
+    plain = batch_of([[*one, *two]])
+    trained, (order,) = method(toys.target()), orders([9])
+    assert row_lengths(packed.loss_BL) == row_lengths(plain.loss_BL) == [9]
+    losses = [trained.loss_at(batch, [order]).loss_sum for batch in (packed, plain)]
+    torch.testing.assert_close(*losses, **EXACT)
+
+
+def test_layout() -> None:
+    short = Order(torch.tensor([1, 0]), 1, torch.tensor([1]))
+    long = Order(torch.tensor([0, 3, 4, 1, 2]), 2, torch.tensor([2, 2, 4]))
+    made = layout([short, long])
+    assert made.position_BL.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 3, 4, 1, 2, 4, 1, 2]]
+    assert made.limit_BL.tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [2, 2, 2, 3, 4, 2, 2, 4]]
+    assert made.query_BL.int().tolist() == [[0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1]]
+
+
+# ---- (sigma, m)
+
+
+@pytest.mark.parametrize("first_visible", [False, True])
+@pytest.mark.parametrize("order", ["sorted", "random"])
+def test_an_order_is_a_prompt_and_the_rest(order: str, first_visible: bool) -> None:
+    unsorted = 0
+    for seed, length in enumerate([2, 3, 5, 17, 40] * 8):
+        rate = (seed % 11) / 10
+        generator = torch.Generator().manual_seed(seed)
+        made = draw_order(length, rate, generator, order=order, first_visible=first_visible, lookahead=1)
+        position, predicted = made.position_N.tolist(), length - made.prompt
+        assert predicted == min(max(int(rate * length), 1), length - 1)
+        assert sorted(position) == list(range(length))
+        given, later = position[: made.prompt], position[made.prompt :]
+        assert given == sorted(given)
+        assert not first_visible or given[0] == 0
+        assert order == "random" or later == sorted(later)
+        unsorted += later != sorted(later)
+        assert made.limit_P.tolist() == list(range(made.prompt, length))
+    assert (unsorted > 10) == (order == "random")
+
+
+@pytest.mark.parametrize("first_visible", [False, True])
+def test_all_subsets_are_alike(first_visible: bool) -> None:
+    """Four of eight tokens, 7000 draws: a token's share is 4 of 8 (of 7 behind a given first) within 5 deviations."""
+    generator, count = torch.Generator().manual_seed(0), torch.zeros(8)
+    how: dict[str, Any] = {"order": "sorted", "first_visible": first_visible, "lookahead": 1}
+    drawn = [draw_order(8, 0.5, generator, **how) for _ in range(7000)]
+    for made in drawn:
+        count[made.position_N[made.prompt :]] += 1
+    share = 4 / 7 if first_visible else 1 / 2
+    expected = torch.full((8,), share)
+    expected[0] = 0 if first_visible else share
+    assert ((count / 7000 - expected).abs() < 5 * (share * (1 - share) / 7000) ** 0.5).all()
+    subsets = {tuple(made.position_N[: made.prompt].tolist()) for made in drawn}
+    assert len(subsets) == (35 if first_visible else 70)
+
+
+def test_lookahead_takes_away_what_was_generated_last() -> None:
+    """Up to lookahead - 1 of the tokens before, each number alike; never of the prompt."""
+    generator = torch.Generator().manual_seed(0)
+    made = draw_order(4000, 0.9, generator, order="sorted", first_visible=False, lookahead=4)
+    place = torch.arange(made.prompt, 4000)
+    behind = place - made.limit_P
+    assert (made.limit_P >= made.prompt).all()
+    assert behind[:1].item() == 0
+    share = torch.bincount(behind, minlength=4) / 3600
+    assert len(share) == 4
+    assert ((share - 0.25).abs() < 0.04).all()
+
+
+def rates(trained: ASARM, numbers: Sequence[int], length: int = 1000) -> list[float]:
+    """Shares of the rows' tokens that the method predicts."""
+    found: list[float] = []
+    trained.loss_at = lambda batch, drawn: found.extend(len(o.limit_P) / length for o in drawn)  # type: ignore[assignment]
+    loss = torch.ones(len(numbers), length, dtype=torch.bool)
+    trained.loss(Batch(loss.long(), loss, numbers=numbers), generators=generators(len(numbers)))
+    return found
+
+
+def test_rates_are_spread_evenly_over_any_stretch_of_rows(toys: SimpleNamespace) -> None:
+    """32 rows in a row, wherever they begin: each eighth of the range has 3 to 5 (independent draws: often 0 or 8)."""
+    trained = method(toys.target(), rate=MaskRate(low=[0.2, 0.2], high=[1.0, 1.0], steps=0))
+    for first in (0, 5, 1_000_003):
+        found = torch.tensor(rates(trained, range(first, first + 32)))
+        eighths = torch.histc((found - 0.2) / 0.8, bins=8, min=0, max=1)
+        assert eighths.sum() == 32
+        assert eighths.min() >= 3
+        assert eighths.max() <= 5
+        assert found.mean() == pytest.approx(0.6, abs=0.02)
+    many = torch.tensor(rates(trained, range(200)))
+    assert (many >= 0.2 - 1e-3).all()
+    assert (many < 1).all()
+
+
+def test_rates_ramp_over_optimizer_steps(toys: SimpleNamespace) -> None:
+    """The paper's text: 15 % at first, 90 to 99 % at the end; validation is always at the end."""
+    rate = MaskRate(low=[0.15, 0.90], high=[0.15, 0.99], steps=4)
+    assert [rate.at(step) for step in (0, 2, 4, 9)] == [
+        pytest.approx(pair) for pair in ((0.15, 0.15), (0.525, 0.57), (0.9, 0.99), (0.9, 0.99))
+    ]
+    assert MaskRate(low=[0.1, 0.3], high=[0.1, 0.7], steps=0).at(0) == (0.3, 0.7)
+    trained = method(toys.target(), rate=rate)
+    ranges = []
+    for _ in range(6):
+        found = rates(trained, range(64))
+        ranges.append((min(found), max(found)))
+        trained.eval()
+        assert min(rates(trained, range(64))) > 0.89
+        trained.train()
+        trained.after_step()
+    assert ranges[0] == (0.15, 0.15)
+    for step, (low, high) in enumerate(ranges):
+        expected = rate.at(step)
+        assert low == pytest.approx(expected[0], abs=4e-3)
+        assert high == pytest.approx(expected[1], abs=4e-3)
+
+
+def test_a_row_draws_the_same_in_any_company(toys: SimpleNamespace) -> None:
+    lengths = [9, 30, 12]
+    rows, trained = texts(lengths), method(toys.target(), order="random", lookahead=3)
+    drawn: list[Order] = []
+    trained.loss_at = lambda batch, orders: drawn.extend(orders)  # type: ignore[assignment]
+    trained.loss(batch_of(rows, first=20), generators=generators(3))
+    for i, row in enumerate(rows):
+        trained.loss(batch_of([row], first=20 + i), generators=generators(3)[i : i + 1])
+    for together, alone in zip(drawn[:3], drawn[3:], strict=True):
+        assert together.prompt == alone.prompt
+        assert torch.equal(together.position_N, alone.position_N)
+        assert torch.equal(together.limit_P, alone.limit_P)
+    assert len({o.prompt / len(o.position_N) for o in drawn}) == 3
+    share = [0.1 + 0.9 * ((20 + i) * GOLDEN_RATIO % 1) for i in range(3)]
+    assert [len(o.limit_P) for o in drawn[:3]] == [int(s * n) for s, n in zip(share, lengths, strict=True)]
+
+
+# ---- training
+
+
+class Rows(torch.utils.data.Dataset[Batch]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> Batch:
+        return batch_of(texts([9, 7], seed=i))
+
+
+def fitted(of: LanguageModel, folder: Path, *, steps: int, resume: Path | None = None) -> ASARM:
+    trained = method(of, rate=MaskRate(low=[0.1, 0.5], high=[0.1, 0.9], steps=4))
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, default_root_dir=str(folder), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2,
+    )  # fmt: skip
+    lit = LitModule(method=trained, optimizer=adam, warmup=0.0, cycles=0, seed=0)
+    trainer.fit(lit, StatefulDataLoader(Rows(), batch_size=None), ckpt_path=resume, weights_only=False)
+    trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    return trained
+
+
+def test_a_resumed_run_goes_on_in_the_ramp(toys: SimpleNamespace, tmp_path: Path) -> None:
+    whole = fitted(toys.target(), tmp_path, steps=4)
+    assert int(whole.steps_done) == 4  # optimizer steps, of two batches each
+    assert int(fitted(toys.target(), tmp_path, steps=2).steps_done) == 2
+    resumed = fitted(toys.target(), tmp_path, steps=4, resume=tmp_path / "2.ckpt")
+    assert int(resumed.steps_done) == 4
+    moved = 0.0
+    for p, q, start in zip(*(m.parameters() for m in (whole, resumed, method(toys.target()))), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0)
+        moved = max(moved, float((p - start).abs().max()))
+    assert moved > 1e-3
+
+
+def test_bfloat16_mixed_learns(toys: SimpleNamespace) -> None:
+    of = toys.target(hidden=32, scale=0.1, dtype=torch.float32)
+    trained, batch = method(of, rate=MaskRate(low=[0.5, 0.5], high=[0.9, 0.9], steps=0)), batch_of(texts([8, 6, 8]))
+    optimizer, losses = torch.optim.AdamW(trained.parameters(), lr=1e-2), []
+    for _ in range(60):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = trained.loss(batch, generators=generators(3))
+        loss = output.loss_sum / output.weight
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 1.8
+    assert losses[-1] < 0.3
+
+
+def test_what_is_written_is_what_is_evaluated(tmp_path: Path) -> None:
+    """finish() leaves weights that bfloat16 holds; the folder knows the mask token even where no tokenizer does."""
+    trained = method(embedded_target(dtype="float32", device="cpu"))
+    with torch.no_grad():
+        for p in trained.target.model.parameters():
+            p.mul_(1.001)
+    trained.finish()
+    trained.mask_token_id = 17
+    folder = trained.export(tmp_path, card="card")
+    written = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=None)
+    assert written.mask_token_id == 17
+    assert written.tokenizer.mask_token == "<|mask|>"
+    for p, q in zip(trained.target.model.parameters(), written.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert (folder / "README.md").read_text() == "card"
+    asked = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=5)
+    assert asked.mask_token_id == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"order": "reverse"}, "method.order=reverse"),
+        ({"normalisation": "mean"}, "method.normalisation=mean"),
+        ({"lookahead": 0}, "method.lookahead=0"),
+        ({"chunk_mb": 0}, "method.chunk_mb=0"),
+    ],
+)
+def test_bad_settings(toys: SimpleNamespace, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        method(toys.target(), **change)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "steps"),
+    [([0.5], [0.9, 0.9], 1), ([0.0, 0.1], [0.9, 0.9], 1), ([0.5, 0.9], [0.9, 0.8], 1), ([0.1, 0.1], [0.9, 1.1], 1),
+     ([0.1, 0.1], [0.2, 0.2], -1)],
+)  # fmt: skip
+def test_bad_rates(low: list[float], high: list[float], steps: int) -> None:
+    with pytest.raises(UserError, match=r"method\.rate"):
+        MaskRate(low=low, high=high, steps=steps)
+
+
+def test_a_mask_token_and_numbers_are_needed(toys: SimpleNamespace) -> None:
+    of = toys.target()
+    trained = method(of)
+    with pytest.raises(UserError, match="numbers"):
+        trained.loss(Batch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool)), generators=[])
+    of.mask_token_id = None
+    with pytest.raises(UserError, match="mask token"):
+        method(of)
+
+
+def test_batches_keep_their_numbers_on_another_device() -> None:
+    batch = batch_of(texts([3, 2]), first=4)
+    moved = batch.to("meta")
+    assert moved.numbers == batch.numbers
+    assert moved.ids_BL.is_meta
+    assert moved.document_BL is None
