@@ -46,14 +46,9 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-<<<<<<< HEAD
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that it depends neither on
-        the other rows of the batch nor on the number of ranks."""
-=======
-        """The loss of one micro-batch. All randomness of row b comes from generators[b], so that what is drawn hangs
-        neither on the rows beside it nor on the number of ranks that share them. So do their `numbers`, which
-        low-discrepancy sequences over rows, accumulated batches and ranks count by."""
->>>>>>> asarm_train
+        the other rows of the batch nor on the number of ranks. So do the rows' `numbers`, by which low-discrepancy
+        sequences over rows, accumulated batches and ranks count."""
 
     def begin(self, data: Any) -> None:
         """Called once before the first step with the data module, whose rows are ready by then."""

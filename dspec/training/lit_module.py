@@ -45,17 +45,11 @@ class LitModule(L.LightningModule):
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
     def _loss(self, batch: Batch, number: int, *, row_seed: Callable[[int, int, int], int]) -> LossOutput:
-<<<<<<< HEAD
         """The method's loss of batch `number`, each row with its own generator."""
         ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank globally (data/loaders.py)
-        rows = (r * ranks + self.global_rank for r in range(len(batch.ids_BL)))
-=======
-        """The method's loss of batch `number`, each row with a generator of its own."""
-        ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank of all together (data/loaders.py)
         rows = [r * ranks + self.global_rank for r in range(len(batch.ids_BL))]
         together = int(self._pooled(torch.tensor(len(rows), device=batch.ids_BL.device)))
         batch = replace(batch, numbers=[number * together + row for row in rows])
->>>>>>> asarm_train
         seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 
