@@ -181,7 +181,7 @@ def trajectory_batch(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
         clean_index_BL=place_L + at["to_clean"],
         previous_index_BL=torch.where(at["to_previous"] > 0, place_L - at["to_previous"], -1),
         last_BL=at["last"],
-        **_blocks(rows),
+        **_blocks(rows),  # type: ignore[arg-type]
     )
 
 
