@@ -20,7 +20,7 @@ from dspec.spans import span
 class Decoder(Protocol):
     """Decodes any batch of requests, each as if it were alone."""
 
-    lossless: bool  # its output follows the distribution of plain AR of the same model (greedy: its tokens)
+    lossless: bool  # its output has the distribution of the same model at one token a pass (greedy: its tokens)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises UserError for a request that cannot be decoded, by its number."""
