@@ -20,7 +20,7 @@ from dspec.spans import span
 class Decoder(Protocol):
     """Decodes any batch of requests, each as if it were alone."""
 
-    lossless: bool  # output has the distribution of plain AR with the same model (greedy: the same tokens)
+    lossless: bool  # output has the distribution of the same model at one token per pass (greedy: the same tokens)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises UserError for a request that cannot be decoded."""

@@ -185,6 +185,7 @@ def test_theorem_2(
         assert gap(law, sequential_law(toys, target, request)) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_law_without_scripts(toys: SimpleNamespace) -> None:
     """By the uniforms themselves, as users have it: chi-square does not see a difference, and does with a tolerance."""
     target = toys.target(seed=4, vocab=4, layers=2, hidden=8, scale=0.6)
