@@ -233,12 +233,18 @@ def _check(cfg: DictConfig, *, base: str) -> None:
     _check_decoders(config, base=base)
 
 
+_PARTS = {"teacher": ("JacobiForcing",), "schedule": ("JacobiForcing",), "tuning": ("JacobiForcing", "ASARM")}
+
+
 def _check_method(method: Any) -> None:
-    """Raises UserError if another method is configured with parts of Jacobi Forcing."""
-    if not isinstance(method, dict) or str(method.get("_target_")).endswith(".JacobiForcing"):
+    """Raises UserError for parts (method/<part>=...) that the chosen one of our methods does not have."""
+    if not isinstance(method, dict) or not str(method.get("_target_")).startswith("dspec.methods."):
         return
-    if odd := [part for part in ("teacher", "tuning", "schedule") if part in method]:
-        raise UserError(f"method/{odd[0]} belongs to Jacobi Forcing: use recipe=jacobi_forcing or recipe=cllm")
+    name = str(method["_target_"]).rpartition(".")[2]
+    for part, owners in _PARTS.items():
+        if part in method and name not in owners:
+            recipes = "recipe=jacobi_forcing or recipe=cllm" + (" or recipe=as_arm" if "ASARM" in owners else "")
+            raise UserError(f"{name} has no method/{part}: use {recipes}")
 
 
 def _check_decoders(config: Any, *, base: str) -> None:
