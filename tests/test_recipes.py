@@ -54,7 +54,7 @@ def test_composed_config_is_the_reviewed_one(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "most"),
-    [("dspark", 8), ("dflash", 8), ("jacobi_forcing", 10), ("cllm", 10), ("ar_base", 8), ("as_arm", 8)],
+    [("dspark", 8), ("dflash", 8), ("jacobi_forcing", 10), ("cllm", 10), ("ar_base", 8), ("as_arm", 9)],
 )
 def test_a_recipe_is_composed_from_few_files(recipe: str, most: int) -> None:
     found = files(f"recipe={recipe}")
