@@ -118,6 +118,11 @@ class Conversations(L.LightningDataModule):
         else:
             self._rows = [self._corpus_row(p) for p in self.source.prompts("train")]
         self._rows = [(ids, start) for ids, start in self._rows if len(ids) > start + 1]
+        if (longest := max((len(ids) for ids, _ in self._rows), default=0)) > self.target.max_positions:
+            raise UserError(
+                f"a row of {longest} tokens exceeds the context of {self.target.name!r} ({self.target.max_positions} "
+                f"positions): set data.max_length={self.target.max_positions} or less"
+            )
         if len(self._rows) <= self.validation:
             raise UserError(f"{len(self._rows)} usable responses leave nothing to train on; raise the prompt count")
 
@@ -174,11 +179,11 @@ def pad(rows: Sequence[Document]) -> Batch:
     """Right-padded rows of (ids, where the response starts); the response is supervised."""
     length = max(len(ids) for ids, _ in rows)
     ids_BL = torch.zeros(len(rows), length, dtype=torch.long)
-    loss_BL = torch.zeros(len(rows), length, dtype=torch.bool)
+    supervised_BL = torch.zeros(len(rows), length, dtype=torch.bool)
     for i, (ids, start) in enumerate(rows):
         ids_BL[i, : len(ids)] = torch.tensor(ids)
-        loss_BL[i, start : len(ids)] = True
-    return Batch(ids_BL, loss_BL)
+        supervised_BL[i, start : len(ids)] = True
+    return Batch(ids_BL, supervised_BL)
 
 
 class PackedCorpus(L.LightningDataModule):
@@ -253,7 +258,7 @@ def document_batch(rows: Sequence[list[Document]], length: int) -> Batch:
     ids_BL = torch.zeros(len(rows), length, dtype=torch.long)
     document_BL = torch.full((len(rows), length), -1)
     positions_BL = torch.zeros(len(rows), length, dtype=torch.long)
-    loss_BL = torch.zeros(len(rows), length, dtype=torch.bool)
+    supervised_BL = torch.zeros(len(rows), length, dtype=torch.bool)
     for i, row in enumerate(rows):
         at = 0
         for number, (ids, start) in enumerate(row):
@@ -261,6 +266,6 @@ def document_batch(rows: Sequence[list[Document]], length: int) -> Batch:
             ids_BL[i, at:end] = torch.tensor(ids)
             document_BL[i, at:end] = number
             positions_BL[i, at:end] = torch.arange(len(ids))
-            loss_BL[i, at + start : end] = True
+            supervised_BL[i, at + start : end] = True
             at = end
-    return Batch(ids_BL, loss_BL, document_BL, positions_BL)
+    return Batch(ids_BL, supervised_BL, document_BL, positions_BL)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dspec.errors import UserError
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 
 
 class Hub(NamedTuple):
@@ -28,7 +28,7 @@ class Hub(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    rows: list[Row]
+    rows: list[DataRow]
     origin: str  # path of the file, or the Hub id with config and split
     sha256: str  # of the file's bytes; for the Hub, of the rows as JSON Lines with sorted keys
 
@@ -45,7 +45,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); fetch it again") from error
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+def read_jsonl(path: Path) -> Iterator[tuple[int, DataRow]]:
     """(line number, row) of a JSON Lines file, gzip or plain; raises UserError with file and line for a bad row."""
     for number, line in enumerate(_lines(path), 1):
         try:

@@ -37,12 +37,13 @@ _WHOLE: dict[str, int | None] = {
     "max_new_tokens": 1,
     "evaluation.warmup": 0,
     "evaluation.generate_prompts": 0,
+    "data.validation": 0,
+    "optimizer.cycles": 1,
     "accumulate_grad_batches": 1,
     "num_anchors": 1,
     "block_size": 1,
     "num_layers": 1,
     "row_length": 1,
-    "max_length": 1,
     "folds": 1,
     "bins": 1,
     "num_drafts": 1,
@@ -172,6 +173,8 @@ def check_values(cfg: DictConfig) -> None:
             raise UserError(f"{path}={value} must be an integer of at least 1 (-1: run for trainer.max_epochs)")
         elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{path}={value} must be a number")
+        elif path == "optimizer.warmup" and not 0 <= value <= 1:
+            raise UserError(f"{path}={value} is a fraction of all steps: it must lie in [0, 1]")
         elif name == "top_p" and not 0 < value <= 1:
             raise UserError(f"{path}={value} must be above 0 and at most 1")
         elif name == "temperatures":
@@ -228,9 +231,19 @@ def _check(cfg: DictConfig, *, base: str) -> None:
     config: Any = OmegaConf.to_container(cfg, resolve=False)
     check_config(dict(_leaves(config)))
     check_keys(cfg, base=base)
+    _check_nulls(config)
     check_values(cfg)
     _check_method(config.get("method"))
     _check_decoders(config, base=base)
+
+
+def _check_nulls(config: Any) -> None:
+    """Raises UserError for a part that no run can do without, set to null."""
+    needed = ("method", "data", "optimizer", "trainer", "evaluation", "callbacks", "report")
+    if gone := [key for key in needed if key in config and config[key] is None]:
+        raise UserError(f"{gone[0]}=null: a run needs it; leave it out to keep the default")
+    if gone := [name for name, node in (config.get("decoder") or {}).items() if node is None]:
+        raise UserError(f"decoder.{gone[0]}=null: use decoder=[...] with the names of those to run")
 
 
 _PARTS = {"teacher": ("JacobiForcing",), "schedule": ("JacobiForcing",), "tuning": ("JacobiForcing", "ASARM")}

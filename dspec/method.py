@@ -28,7 +28,7 @@ class Batch:
     """Right-padded token rows. B = rows, L = positions."""
 
     ids_BL: Tensor
-    loss_BL: Tensor  # bool: tokens that are supervised (the response and its end token)
+    supervised_BL: Tensor  # bool: tokens that are supervised (the response and its end token)
     document_BL: Tensor | None = None  # packed rows: the document of each position (-1 = padding)
     positions_BL: Tensor | None = None  # packed rows: position within the document
     numbers: Sequence[int] | None = None  # of the rows among all that are drawn, over batches and ranks

@@ -66,7 +66,7 @@ def check_arguments(args: Sequence[str]) -> None:
         for pattern, fix in _CHOICES.items():
             if match := re.fullmatch(pattern, bare):
                 raise UserError(f"{arg} is gone: {match.expand(fix)}")
-        if match := re.fullmatch(r"(logger|hardware|target|data|benchmark|decoder|recipe|method/\w+)=null", bare):
+        if match := re.fullmatch(r"(logger|target|data|benchmark|decoder)=null", bare):
             raise UserError(
                 f"{arg}: {match[1]} needs one of its choices; leave it out for the default (--help lists all)"
             )

@@ -35,6 +35,12 @@ class DecoderSpec:
     build: Build
     baseline: str = AR
     infills: bool = False
+    of_base: bool = False
+
+    def check(self, *, target: LanguageModel, draft: Any) -> None:
+        """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
+        if not self.of_base:
+            self.build(target=target, draft=draft)
 
 
 def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
@@ -99,8 +105,8 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = A
         return DecoderSpec(label=label, build=build, baseline=serial, infills=serial == ANY_SUBSET)
     own = partial(on_base, base=base, build=build)
     if serial == AR:
-        return DecoderSpec(label=label, build=own, baseline=AR_OF_BASE)
-    return DecoderSpec(label=label, build=own, baseline=f"base_{serial}", infills=True)
+        return DecoderSpec(label=label, build=own, baseline=AR_OF_BASE, of_base=True)
+    return DecoderSpec(label=label, build=own, baseline=f"base_{serial}", infills=True, of_base=True)
 
 
 def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:

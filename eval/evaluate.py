@@ -28,14 +28,14 @@ from eval.gate import against_generate, timed
 from eval.progress import Meter
 from eval.prompts import Prompt, encode
 from eval.reports.table import line
-from eval.results import AR, AR_OF_BASE, Row, assemble, kept_ar_check
+from eval.results import AR, AR_OF_BASE, ResultRow, assemble, kept_ar_check
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
 
 Prompts = list[tuple[Item, Prompt]]
 Check = dict[str, Any]
 T = TypeVar("T")
-Grown = Callable[[list[Row], Check], None]
+Grown = Callable[[list[ResultRow], Check], None]
 
 
 class Evaluation:
@@ -118,7 +118,7 @@ class Evaluation:
         """
         run = {**run, "benchmarks": {name: benchmark.source() for name, benchmark in benchmarks.items()}}
 
-        def results(rows: Sequence[Row], check: Check, *, complete: bool) -> dict[str, Any]:
+        def results(rows: Sequence[ResultRow], check: Check, *, complete: bool) -> dict[str, Any]:
             return assemble(rows, run=run, ar_check=check, calibration=calibration, complete=complete)
 
         rows, check = self.rows(
@@ -150,7 +150,7 @@ class Evaluation:
         kept_check: Check | None = None,
         accepted: Callable[[], None] = lambda: None,
         grown: Grown = lambda rows, check: None,
-    ) -> tuple[list[Row], Check]:
+    ) -> tuple[list[ResultRow], Check]:
         """All rows, and the check of our AR loop against transformers' generate.
 
         Resumes from existing `samples` (a JSONL file); then `kept_check`, from the session that timed them, is used.
@@ -167,7 +167,7 @@ class Evaluation:
                 for name, prompts in encoded.items():
                     log.check_prompts(name, [(item.id, prompt.key) for item, prompt in prompts])
                 accepted()
-                rows: list[Row] = []
+                rows: list[ResultRow] = []
                 if log.samples and kept_check is not None:
                     check = kept_check
                 else:
@@ -290,7 +290,7 @@ class Evaluation:
         reference: str,
         sampling: Sampling,
         log: SampleLog,
-    ) -> list[Row]:
+    ) -> list[ResultRow]:
         samples = log.select(name, sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
         return [

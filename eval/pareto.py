@@ -17,12 +17,12 @@ from dspec.errors import UserError
 from eval.intervals import wilson
 from eval.reports.plots import plot_pareto
 from eval.reports.table import aligned
-from eval.results import AR, AR_OF_BASE, Row, load, pool_rows
+from eval.results import AR, AR_OF_BASE, ResultRow, load, pool_rows
 
 Runs = Mapping[Path, Mapping[str, Any]]
 
 
-def pooled(runs: Runs, *, temperature: float) -> dict[str, Row]:
+def pooled(runs: Runs, *, temperature: float) -> dict[str, ResultRow]:
     """Each decoder's row by label, pooled over the benchmarks that all runs share; `name` is the decoder's.
 
     Raises UserError if the runs share no benchmark with a verdict at this temperature.
@@ -34,7 +34,7 @@ def pooled(runs: Runs, *, temperature: float) -> dict[str, Row]:
     shared = set.intersection(*({row["benchmark"] for row in rows} for rows in tables.values()))
     if not shared:
         raise UserError(f"no benchmark with a quality at temperature {temperature:g} is in all of the runs")
-    found: dict[str, Row] = {}
+    found: dict[str, ResultRow] = {}
     for folder, rows in tables.items():
         for method in dict.fromkeys(row["method"] for row in rows):
             chosen = [row for row in rows if row["method"] == method and row["benchmark"] in shared]

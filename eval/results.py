@@ -21,11 +21,11 @@ AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, if a metho
 UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up with transformers' generate
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
 def assemble(
-    rows: Sequence[Row],
+    rows: Sequence[ResultRow],
     *,
     run: Mapping[str, Any],
     ar_check: Mapping[str, Any],
@@ -38,12 +38,12 @@ def assemble(
     return {"schema": SCHEMA, "run": run, "rows": list(rows), "calibration": calibration}
 
 
-def pool(parts: Iterable[Mapping[str, Any]]) -> Row:
+def pool(parts: Iterable[Mapping[str, Any]]) -> ResultRow:
     """Sums of COUNTS over prompts, or over rows of results.json, and ratios of these sums: tau = tokens per round,
     tpf = tokens per forward pass that is not prefill, both without the tokens that prefills emitted, and
     tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None."""
     parts = list(parts)
-    total: Row = {name: sum(part[name] for part in parts) for name in COUNTS}
+    total: ResultRow = {name: sum(part[name] for part in parts) for name in COUNTS}
     decoded = total["tokens"] - total["prefill_tokens"]
     ratios = {
         "tau": _ratio(decoded, total["rounds"]),
@@ -53,7 +53,7 @@ def pool(parts: Iterable[Mapping[str, Any]]) -> Row:
     return total | ratios
 
 
-def pool_rows(rows: Sequence[Mapping[str, Any]]) -> Row:
+def pool_rows(rows: Sequence[Mapping[str, Any]]) -> ResultRow:
     """`pool`, plus `quality` (fraction correct among the judged prompts; None if none is) and `speedup` (mean of the
     rows' medians; None if a row has none, since early versions left it out where AR was slow), both weighted by
     prompts."""
@@ -97,7 +97,7 @@ def load(folder: Path) -> dict[str, Any]:
     return {**results, "schema": SCHEMA, "rows": rows}
 
 
-def _upgraded(row: Row) -> Row:
+def _upgraded(row: ResultRow) -> ResultRow:
     """Upgrades a row of schema 1, which lacked these counts: each of its decoders emitted one token in a prompt's
     prefill, and tau was the mean over rounds. Passes over several branches came later."""
     rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from dspec.decoding.generation import Generation
 from eval.intervals import Statistic, bootstrap, wilson
-from eval.results import Row, pool
+from eval.results import ResultRow, pool
 from eval.samples import Sample
 
 
@@ -21,7 +21,7 @@ def row(
     quality: str,
     greedy: bool,
     seed: int,
-) -> Row:
+) -> ResultRow:
     """One decoder's row on one benchmark. `serial` are samples of the same prompts, in order, by plain AR of the same
     weights, `base` those by plain AR of the base that all methods share."""
     generations = [s.generation for s in samples]
@@ -44,7 +44,7 @@ def row(
     }
 
 
-def prompt_counts(generation: Generation) -> Row:
+def prompt_counts(generation: Generation) -> ResultRow:
     """One prompt's counts for `pool`."""
     return {
         "n": 1,
@@ -58,7 +58,7 @@ def prompt_counts(generation: Generation) -> Row:
     }
 
 
-def counts(generations: Sequence[Generation]) -> Row:
+def counts(generations: Sequence[Generation]) -> ResultRow:
     """Pooled counts and ratios, and tau's mean over prompts."""
     prompts = [prompt_counts(g) for g in generations]
     taus = [tau for p in prompts if (tau := pool([p])["tau"]) is not None]
@@ -90,7 +90,7 @@ def median_over_prompts(speedups: Sequence[tuple[float, int]]) -> float:
     return statistics.median(speedup for speedup, prompts in speedups for _ in range(prompts))
 
 
-def acceptance(generations: Sequence[Generation]) -> Row | None:
+def acceptance(generations: Sequence[Generation]) -> ResultRow | None:
     """Per slot: conditional acceptance, over the `reached` rounds (whose earlier drafts were accepted), and prefix
     survival, over all `counted` rounds (in which the slot is valid)."""
     rounds = [r for g in generations for r in g.rounds]

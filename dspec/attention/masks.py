@@ -119,8 +119,8 @@ def draft_blocks(anchor_BN: Tensor, context_B: Tensor, *, block: int) -> Predica
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         in_context = kv < context_B[b]
-        own_block = (kv - context_B[b]) // block == q // block
-        return torch.where(in_context, kv < anchor_BN[b, q // block], own_block)
+        same_block = (kv - context_B[b]) // block == q // block
+        return torch.where(in_context, kv < anchor_BN[b, q // block], same_block)
 
     return predicate
 

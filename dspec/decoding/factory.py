@@ -45,6 +45,10 @@ def speculative(
         calibration = None
     policy: VerificationPolicy = VerifyAll()
     if confidence_threshold != 0:
+        if draft.confidence_head is None:
+            raise UserError(
+                f"confidence_threshold={confidence_threshold} reads a confidence head, which this drafter does not have"
+            )
         policy = ConfidenceThreshold(confidence_threshold, calibration=calibration)
     return Speculative(target=target, proposer=proposer, policy=policy)
 

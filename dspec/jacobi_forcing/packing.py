@@ -76,7 +76,7 @@ class Trajectory:
 class TrajectoryBatch(Batch):
     """Packed rows with clean tokens in both copies, and the states that can replace them in the noisy ones.
 
-    `loss_BL` marks the clean copies (the response), `document_BL` is -1 on padding.
+    `supervised_BL` marks the clean copies (the response), `document_BL` is -1 on padding.
     """
 
     block_BL: Tensor  # index of the block in its response, -1 in prompts

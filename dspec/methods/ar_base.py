@@ -31,7 +31,7 @@ class ARBase(Method):
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         mask = None if batch.document_BL is None else masks.document_causal(batch.document_BL)
         hidden = self.target(batch.ids_BL, positions_BL=batch.positions_BL, mask=mask).hidden_BLD
-        chosen = batch.loss_BL[:, 1:]
+        chosen = batch.supervised_BL[:, 1:]
         label_P = batch.ids_BL[:, 1:][chosen]
         total, stats = chunked_sum(
             token_loss,

@@ -96,10 +96,10 @@ class Layout:
     query_BL: Tensor  # bool
 
 
-def row_lengths(loss_BL: Tensor) -> list[int]:
+def row_lengths(supervised_BL: Tensor) -> list[int]:
     """A row ends with its last supervised token; one without any is its first token, with nothing to predict."""
-    place = torch.arange(1, loss_BL.shape[1] + 1, device=loss_BL.device)
-    lengths: list[int] = (loss_BL * place).amax(1).clamp(min=1).tolist()
+    place = torch.arange(1, supervised_BL.shape[1] + 1, device=supervised_BL.device)
+    lengths: list[int] = (supervised_BL * place).amax(1).clamp(min=1).tolist()
     return lengths
 
 
@@ -177,6 +177,7 @@ class ASARM(Method):
         if batch.numbers is None:
             raise UserError("AS-ARM draws mask rates by the rows' numbers (Batch.numbers), and the batch has none")
         low, high = self.rate.at(int(self.steps_done) if self.training else self.rate.steps)
+        lengths = row_lengths(batch.supervised_BL)
         orders = [
             draw_order(
                 length,
@@ -186,7 +187,7 @@ class ASARM(Method):
                 first_visible=self.first_visible,
                 lookahead=self.lookahead,
             )
-            for length, number, generator in zip(row_lengths(batch.loss_BL), batch.numbers, generators, strict=True)
+            for length, number, generator in zip(lengths, batch.numbers, generators, strict=True)
         ]
         return self.loss_at(batch, orders)
 

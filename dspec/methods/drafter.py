@@ -37,19 +37,19 @@ class Blocks:
     supervised_BNJ: Tensor  # bool
 
 
-def sample_anchors(loss_BL: Tensor, count: int, *, generators: Sequence[Generator]) -> tuple[Tensor, Tensor]:
+def sample_anchors(supervised_BL: Tensor, count: int, *, generators: Sequence[Generator]) -> tuple[Tensor, Tensor]:
     """Up to `count` anchors per row, uniform without replacement, sorted: positions [B, N] and validity [B, N].
 
     Row b draws only from generators[b], independent of padding. Position p may be an anchor if both p and p + 1 are
     supervised.
     """
-    eligible = loss_BL[:, :-1] & loss_BL[:, 1:]
+    eligible = supervised_BL[:, :-1] & supervised_BL[:, 1:]
     score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=False)])
-    score = score.to(loss_BL.device)
+    score = score.to(supervised_BL.device)
     count = min(count, eligible.shape[1])
     score, at = (score + eligible).topk(count, dim=1)  # eligible positions score above 1
     valid = score >= 1
-    at = torch.where(valid, at, loss_BL.shape[1])
+    at = torch.where(valid, at, supervised_BL.shape[1])
     at, order = at.sort(dim=1)
     valid = valid.gather(1, order)
     return torch.where(valid, at, 0), valid
@@ -97,7 +97,7 @@ class DrafterMethod(Method):
             self._cache.expect(data.rows)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        anchor_BN, valid_BN = sample_anchors(batch.loss_BL, self.num_anchors, generators=generators)
+        anchor_BN, valid_BN = sample_anchors(batch.supervised_BL, self.num_anchors, generators=generators)
         return self.loss_at(batch, self._outputs(batch), anchor_BN, valid_BN)
 
     @torch.no_grad()
@@ -105,8 +105,8 @@ class DrafterMethod(Method):
         """The target's outputs; with a cache only up to each row's last supervised position: no later one is read."""
         if self._cache is None:
             return self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
-        place = torch.arange(1, batch.loss_BL.shape[1] + 1, device=batch.loss_BL.device)
-        return self._cache(batch.ids_BL, (batch.loss_BL * place).amax(1).clamp(min=1).tolist())
+        place = torch.arange(1, batch.supervised_BL.shape[1] + 1, device=batch.supervised_BL.device)
+        return self._cache(batch.ids_BL, (batch.supervised_BL * place).amax(1).clamp(min=1).tolist())
 
     def loss_at(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
         """The loss for given anchors; `output` holds the target's features and final hidden states."""
@@ -154,7 +154,7 @@ class DrafterMethod(Method):
         at = anchor_BN[..., None] + torch.arange(config.num_drafts, device=device)  # label position - 1
         inside = at + 1 < L
         at = at.clamp(max=L - 2)
-        supervised = inside & batch.loss_BL.gather(1, (at + 1).flatten(1)).view_as(at)
+        supervised = inside & batch.supervised_BL.gather(1, (at + 1).flatten(1)).view_as(at)
         supervised = supervised.cumprod(-1).bool() & valid_BN[..., None]
         previous, label = (batch.ids_BL.gather(1, i.flatten(1)).view_as(at) for i in (at, at + 1))
         return Blocks(hidden_BNJD, previous, label, at, supervised)
@@ -190,6 +190,10 @@ class DrafterMethod(Method):
     def derived(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """tau if every slot were sampled from the draft's distribution: 1 + the sum of cumulative acceptance rates."""
         return {"expected_tau": 1 + values["accept"].cumprod(0).sum()} if "accept" in values else {}
+
+    def finish(self) -> None:
+        if self._cache is not None:
+            self._cache.clear()
 
     def export(self, folder: Path, *, card: str) -> Path:
         save_pretrained(self.draft, folder / "draft", card=card)

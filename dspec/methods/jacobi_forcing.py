@@ -41,7 +41,7 @@ Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
 
 def per_token(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
     """Weight [B, L] of each noisy token, and the divisor of the sums: a mean over the response's tokens."""
-    return torch.ones_like(batch.ids_BL, dtype=widest(batch.ids_BL.device)), batch.loss_BL.sum()
+    return torch.ones_like(batch.ids_BL, dtype=widest(batch.ids_BL.device)), batch.supervised_BL.sum()
 
 
 def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,8 @@ class JacobiForcing(Method):
     def _next_token(self, batch: TrajectoryBatch, ids_BL: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Each clean token, predicted from the previous one in the clean text."""
         prompt = (batch.block_BL < 0) & (batch.document_BL >= 0)  # type: ignore[operator]
-        chosen = (batch.loss_BL | prompt if self.ar_on_prompt else batch.loss_BL) & (batch.previous_index_BL >= 0)
+        wanted = batch.supervised_BL | prompt if self.ar_on_prompt else batch.supervised_BL
+        chosen = wanted & (batch.previous_index_BL >= 0)
         row, label_P = chosen.nonzero()[:, 0], ids_BL[chosen]
         return chunked_sum(
             token_loss,

@@ -17,7 +17,7 @@ from dspec.models.language_model import LanguageModel, ModelOutput
 
 _GROUP = 2048  # positions computed together: more is no faster, fewer leave a CPU idle
 
-Row = tuple[int, ...]
+TokenRow = tuple[int, ...]
 
 
 class OutputCache:
@@ -30,12 +30,12 @@ class OutputCache:
             raise UserError(f"method.feature_cache_mb={max_mb} must be at least 0 (0: features are computed each time)")
         self._model, self._taps = model, tuple(taps)
         self._room = int(max_mb * 2**20 / (model.dtype.itemsize * model.hidden_size * (1 + len(self._taps))))
-        self._group: dict[Row, list[Row]] = {}  # the rows that an expected row is computed with
-        self._cached: dict[Row, ModelOutput] = {}
+        self._group: dict[TokenRow, list[TokenRow]] = {}  # the rows that an expected row is computed with
+        self._cached: dict[TokenRow, ModelOutput] = {}
 
     def expect(self, rows: Iterable[Sequence[int]]) -> None:
         """Announces rows that will recur; the shortest are cached, as many as fit."""
-        room, group = self._room, list[Row]()
+        room, group = self._room, list[TokenRow]()
         for row in sorted({tuple(row) for row in rows}, key=lambda row: (len(row), row)):
             if (room := room - len(row)) < 0:
                 break
@@ -43,6 +43,9 @@ class OutputCache:
                 group = []
             group.append(row)
             self._group[row] = group
+
+    def clear(self) -> None:
+        self._cached.clear()
 
     @torch.no_grad()
     def __call__(self, ids_BL: Tensor, length_B: Sequence[int]) -> ModelOutput:
@@ -65,10 +68,10 @@ class OutputCache:
             self._cached |= zip(group, self._computed(group, ids_n.device), strict=True)
         return self._cached[row]
 
-    def _computed(self, rows: Sequence[Row], device: torch.device) -> list[ModelOutput]:
+    def _computed(self, rows: Sequence[TokenRow], device: torch.device) -> list[ModelOutput]:
         ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
         output = self._model(ids_BL, taps=self._taps)
         return [
-            ModelOutput(output.hidden_BLD[b, : len(row)], output.features_BLF[b, : len(row)])
+            ModelOutput(output.hidden_BLD[b, : len(row)].clone(), output.features_BLF[b, : len(row)].clone())
             for b, row in enumerate(rows)
         ]

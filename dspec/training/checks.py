@@ -10,6 +10,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from dspec.errors import UserError
 from dspec.method import Method
 from dspec.models.language_model import check_bfloat16
+from dspec.training.lit_module import OptimizerFactory
 
 
 def check_accelerator(name: str) -> None:
@@ -19,6 +20,14 @@ def check_accelerator(name: str) -> None:
             f"trainer.accelerator={name}: torch sees no CUDA GPU here; leave hardware=gpu out, or set "
             "trainer.accelerator=cpu"
         )
+
+
+def check_optimizer(factory: OptimizerFactory) -> None:
+    """Raises UserError for settings that the optimizer rejects, before any data are made."""
+    try:
+        factory([torch.nn.Parameter(torch.zeros(1))])
+    except (ValueError, TypeError) as error:
+        raise UserError(f"optimizer.optimizer: {error}") from error
 
 
 def check_trainer(trainer: L.Trainer, method: Method) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
-from dspec.old_names import renamed
 
 
 def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
@@ -13,12 +12,17 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
     path = run_dir / "config.json"
     if not path.is_file():
         raise UserError(f"nothing to resume: {path} is missing; set resume= to the folder of a run")
-    before, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(portable(config, run_dir)))
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): restore it, or start a new run") from error
+    now = json.loads(json.dumps(portable(config, run_dir)))
     old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
-    if old.keys() != new.keys() and renamed(before) != before:
+    if one_sided := sorted(old.keys() ^ new.keys()):
         raise UserError(
-            f"{run_dir} was started by an earlier version of dspec, whose settings had other names: finish it with "
-            "that version, or evaluate its export with python -m eval.run checkpoint=<folder>"
+            f"{run_dir} was started with other options or by another version of dspec (only one of both has "
+            f"{', '.join(one_sided[:3])}): use the same command and version, or evaluate what it has exported with "
+            "python -m eval.run checkpoint=<folder>"
         )
     if odd := sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k)):
         raise UserError(f"resume= needs the same command; these keys differ from {path}: {', '.join(odd[:5])}")

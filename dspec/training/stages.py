@@ -34,7 +34,7 @@ from dspec.models.language_model import LanguageModel
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
-from dspec.training.checks import check_accelerator, check_trainer
+from dspec.training.checks import check_accelerator, check_optimizer, check_trainer
 from dspec.training.history import History
 from dspec.training.lit_module import LitModule
 from dspec.training.models import Models
@@ -104,6 +104,8 @@ def prepare(cfg: DictConfig) -> Job:
     if calibration is not None:
         calibration.check(draft)
         calibration.check_prompts(target, draft, calibration_prompts(data))
+    for spec in specs.values():
+        spec.check(target=target, draft=draft)
     evaluation.encode_prompts(target=target, specs=specs, benchmarks=benchmarks, policy=data.policy)
 
     # then the trainer, whose logger writes from now on
@@ -116,7 +118,9 @@ def prepare(cfg: DictConfig) -> Job:
         plugins=[AtomicCheckpointIO()],
     )
     check_trainer(trainer, method)
-    module = LitModule(method=method, **instantiate(cfg.optimizer), seed=cfg.seed)
+    optimizer = instantiate(cfg.optimizer)
+    check_optimizer(optimizer["optimizer"])
+    module = LitModule(method=method, **optimizer, seed=cfg.seed)
     rank_zero_only(write_json)(run_dir / "config.json", portable(config, run_dir))
     rank_zero_only(remember_command)(cfg)
     log.info("training %s against %s in %s", cfg.label, target.name, run_dir)

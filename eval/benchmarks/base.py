@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict, TypeVar
 
-from data.rows import Row, Rows
+from data.rows import DataRow, Rows
 from dspec.errors import UserError
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class FileBenchmark(Scored):
         self,
         data: Rows,
         *,
-        key: Callable[[int, Row], str],
+        key: Callable[[int, DataRow], str],
         describes: str,
         limit: int | None,
         seed: int | None,
@@ -116,7 +116,7 @@ class FileBenchmark(Scored):
             raise UserError(f"{data.origin} has rows with the same id; each needs its own")
         self._rows = dict(subset(list(self._all.items()), limit=limit, seed=seed))
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         raise TypeError(f"{type(self).__name__} has no prompt")
 
     def items(self) -> list[Item]:

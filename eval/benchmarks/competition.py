@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 from typing import Any, Unpack
 
-from data.rows import Row, Rows, math500_rows, math_rows, math_training_rows, same_problem
+from data.rows import DataRow, Rows, math500_rows, math_rows, math_training_rows, same_problem
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_switch, check_whole
 from eval.benchmarks.equivalence import Equivalence
@@ -49,7 +49,7 @@ def digest(problem: str) -> str:
     return hashlib.sha256(same_problem(problem).encode()).hexdigest()[:12]
 
 
-def _framed(row: Row) -> str:
+def _framed(row: DataRow) -> str:
     return f"Problem:\n{row['problem']}\n\nSolution:"
 
 
@@ -78,7 +78,7 @@ class _Competition(FileBenchmark):
     def source(self) -> dict[str, Any]:
         return {**super().source(), "math_verify": importlib.metadata.version("math-verify")}
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         return self._worked + _framed(row) if self._framed else f"{row['problem']}\n\n{_REQUEST}"
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
@@ -88,7 +88,7 @@ class _Competition(FileBenchmark):
         return {"equivalent": same is True, "exact match": exact, "undecided": same is None}
 
 
-def _reference(row: Row) -> str:
+def _reference(row: DataRow) -> str:
     """The answer, from its own field (MATH-500) or the box in the solution (MATH)."""
     reference = row["answer"] if "answer" in row else last_boxed(row["solution"])
     if reference is None:

@@ -10,7 +10,7 @@ full stop. Strict is mostly False zero-shot, since nothing asks for `####`.
 import re
 from typing import Unpack
 
-from data.rows import Row, gsm8k_rows
+from data.rows import DataRow, gsm8k_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
 
@@ -52,7 +52,7 @@ class Gsm8k(FileBenchmark):
         key = "gsm8k/test/{:05d}".format
         super().__init__(gsm8k_rows("test"), key=lambda i, _: key(i), describes=how, **extent)
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         return self._worked + _framed(row) if self._framed else str(row["question"])
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
@@ -61,5 +61,5 @@ class Gsm8k(FileBenchmark):
         return {"strict exact match": strict == expected, "flexible exact match": flexible == expected}
 
 
-def _framed(row: Row) -> str:
+def _framed(row: DataRow) -> str:
     return f"Question: {row['question']}\nAnswer:"

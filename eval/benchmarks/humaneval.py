@@ -13,7 +13,7 @@ has none. The judged program is prefix + line + suffix; "exact match" compares t
 
 from typing import Any, Unpack
 
-from data.rows import Hub, Row, load_rows
+from data.rows import DataRow, Hub, load_rows
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import code_block, cut, request
 from eval.sandbox.judge import Judge
@@ -24,13 +24,13 @@ _FILL = "One line is missing where the comment says MISSING LINE. Answer with th
 _FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
-def _passes(judge: Judge, program: str, row: Row, *, trusted: str) -> bool:
+def _passes(judge: Judge, program: str, row: DataRow, *, trusted: str) -> bool:
     """`trusted` is source not written by the model, from which helper functions that some tests call are taken."""
     test, name = f"{row['test']}\ncheck({row['entry_point']})\n", row["entry_point"]
     return judge.passes(program=program, test=test, entry_point=name, trusted=trusted).passed
 
 
-def _id(_: int, row: Row) -> str:
+def _id(_: int, row: DataRow) -> str:
     return str(row["task_id"])
 
 
@@ -45,7 +45,7 @@ class HumanEval(FileBenchmark):
         data = load_rows("humaneval", hub=hub, fields=_FIELDS)
         super().__init__(data, key=_id, describes=how, **extent)
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         return request(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
 
     def program(self, item: Item, answer: str) -> str:
@@ -76,7 +76,7 @@ class Infilling(FileBenchmark):
         data = load_rows("humaneval_infilling_single_line", hub=None, fields=(*_FIELDS, "suffix"))
         super().__init__(data, key=_id, describes=how, **extent)
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         if not self.chat:
             return str(row["prompt"])
         return request(f"{row['prompt']}{_indent(row)}# MISSING LINE\n{row['suffix']}", ask=_FILL)
@@ -100,6 +100,6 @@ class Infilling(FileBenchmark):
         return {**super().source(), "sandbox": self._judge.level}
 
 
-def _indent(row: Row) -> str:
+def _indent(row: DataRow) -> str:
     line = str(row["canonical_solution"])
     return line[: len(line) - len(line.lstrip())]

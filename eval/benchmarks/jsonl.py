@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
-from data.rows import Row, Rows, read_jsonl
+from data.rows import DataRow, Rows, read_jsonl
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.gsm8k import flexible_number
@@ -32,7 +32,7 @@ class Jsonl(FileBenchmark):
         self.chat, self.stop = chat, tuple(stop)
         super().__init__(data, key=lambda i, _: f"jsonl/{i:05d}", describes="the prompt of each line", **extent)
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         return str(row["prompt"])
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
@@ -45,7 +45,7 @@ class Jsonl(FileBenchmark):
 
 
 def _read(path: Path) -> Rows:
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     for number, row in read_jsonl(path):
         if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
             raise UserError(f'{path}, line {number}: "prompt" must be a non-empty string')

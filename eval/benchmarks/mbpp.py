@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import yaml
 from jinja2 import Template
 
-from data.rows import Hub, Row, Rows, load_rows
+from data.rows import DataRow, Hub, Rows, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
 from eval.benchmarks.code import code_block, cut, request
@@ -69,7 +69,7 @@ class Mbpp(FileBenchmark):
         key = "mbpp/{:03d}".format
         super().__init__(tested, key=lambda _, r: key(r["task_id"]), describes=describes, **extent)
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         if self.chat:
             return request("\n".join(row["test_list"]), ask=f"{row['text'].strip()} {_ASK}")
         return self._worked + str(self._text.render(row))

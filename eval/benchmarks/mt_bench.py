@@ -5,7 +5,7 @@ For speed and acceptance on open-ended chat: answers are not judged. The user tu
 
 from typing import Unpack
 
-from data.rows import Hub, Row, Rows, load_rows
+from data.rows import DataRow, Hub, Rows, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 
@@ -18,14 +18,14 @@ class MtBench(FileBenchmark):
     def __init__(self, **extent: Unpack[Extent]) -> None:
         super().__init__(_questions(), key=_id, describes="the first turn alone", **extent)
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         return str(row["turns"][0])
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         return {}
 
 
-def _id(_: int, row: Row) -> str:
+def _id(_: int, row: DataRow) -> str:
     return f"mt_bench/{row['question_id']}"
 
 

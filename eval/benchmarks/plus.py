@@ -17,7 +17,7 @@ import io
 from pathlib import Path
 from typing import Any, Unpack
 
-from data.rows import Row, Rows, data_file, load_rows
+from data.rows import DataRow, Rows, data_file, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
 from eval.benchmarks.code import cut, request
@@ -89,7 +89,7 @@ class _Plus(FileBenchmark):
         judged_by = {"evalplus": version, "known_failures": _FAILURES[self.dataset], "sandbox": self._judge.level}
         return {**super().source(), **judged_by}
 
-    def prompt(self, row: Row) -> str:
+    def prompt(self, row: DataRow) -> str:
         text = str(row["prompt"]).strip() + "\n"
         return request(text, ask=_ASK) if self.chat else text
 

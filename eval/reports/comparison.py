@@ -104,7 +104,7 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
         shared = all(_shared(row, runs[i][1]) for i in having for row in rows[i])
         kinds = {(seed, *(_basis(row, runs[i][1]) for row in rows[i])) for i, seed in zip(having, seeds, strict=True)}
         same = shared and len(kinds) == len(set(seeds))
-        if same or len(set(seeds)) == len(seeds):
+        if same:
             differing: dict[str, tuple[str, ...]] = {}
         else:
             differing = _differing([(runs[i][1]["run"]["config"], rows[i][0]["decoder"]) for i in having])
@@ -128,7 +128,7 @@ def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
         values = tuple(str(parts.get(path)) for parts in settings)
         if path.endswith("_target_"):
             values = tuple(value.rpartition(".")[2] for value in values)
-        if len(set(values)) > 1 and path.rpartition(".")[2] not in ("seed", "temperature"):
+        if len(set(values)) > 1 and path != "decoder.temperature" and path.rpartition(".")[2] != "seed":
             found.setdefault(values, path.removesuffix("._target_"))
     return {path: values for values, path in found.items()}
 

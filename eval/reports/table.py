@@ -7,7 +7,7 @@ from typing import Any
 
 from eval.results import UNTRUSTED
 
-Row = Mapping[str, Any]
+ResultRow = Mapping[str, Any]
 
 WIDTH = 80
 LOSSLESS = "="  # suffix of the quality of a row with the same distribution as another row
@@ -18,7 +18,7 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def quality(row: Row) -> str:
+def quality(row: ResultRow) -> str:
     """Quality in per cent, and its 95 % interval."""
     if row["quality"] is None:
         return "–"
@@ -26,18 +26,18 @@ def quality(row: Row) -> str:
     return f"{100 * row['quality']:.1f} ({100 * low:.0f}-{100 * high:.0f})"
 
 
-def marked_lossless(row: Row) -> bool:
+def marked_lossless(row: ResultRow) -> bool:
     """Whether the row's outputs have the distribution of its AR row: differences in quality are chance or rounding."""
     return bool(row["lossless"]) and row["decoder"]["name"] != row["serial"]
 
 
-def group(row: Row) -> tuple[str, float]:
+def group(row: ResultRow) -> tuple[str, float]:
     return row["benchmark"], row["decoder"]["temperature"]
 
 
-def _columns(rows: Sequence[Row], *, mark: str) -> dict[str, Callable[[Row], str]]:
+def _columns(rows: Sequence[ResultRow], *, mark: str) -> dict[str, Callable[[ResultRow], str]]:
     """Header -> cell; `mark` is appended to speedups."""
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[ResultRow], str]] = {
         "method": lambda r: r["method"],
         "quality %": lambda r: quality(r) + (LOSSLESS if marked_lossless(r) else " "),
         "tau": lambda r: number(r["tau"], ".2f"),
@@ -52,7 +52,7 @@ def _columns(rows: Sequence[Row], *, mark: str) -> dict[str, Callable[[Row], str
     return columns
 
 
-def title(row: Row) -> str:
+def title(row: ResultRow) -> str:
     """The line above the rows of a benchmark and temperature; it also counts answers without a verdict."""
     named = f", {row['quality_name']}" if row["quality_name"] else ""
     undecided = row.get("verdicts", {}).get("undecided", 0.0)
@@ -60,7 +60,7 @@ def title(row: Row) -> str:
     return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{named}{left}"
 
 
-def table(rows: Sequence[Row], *, trusted: bool) -> str:
+def table(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     """One line per row, under a line for each benchmark and temperature; quality before speed."""
     columns = _columns(rows, mark="" if trusted else UNTRUSTED)
     cells = [[cell(row) for cell in columns.values()] for row in rows]
@@ -68,7 +68,7 @@ def table(rows: Sequence[Row], *, trusted: bool) -> str:
     return aligned(list(columns), cells, titles=[undecided[group(row)] for row in rows])
 
 
-def _undecided(row: Row) -> float:
+def _undecided(row: ResultRow) -> float:
     return float(row.get("verdicts", {}).get("undecided", 0.0))
 
 
@@ -98,7 +98,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return " ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]).rstrip()
 
 
-def legend(rows: Sequence[Row]) -> str:
+def legend(rows: Sequence[ResultRow]) -> str:
     """Explains the headers and marks that occur in the table."""
     lines = ["(low-high): 95 % interval over prompts (Wilson)."]
     if any(map(marked_lossless, rows)):
@@ -129,7 +129,7 @@ def gate_note(check: Mapping[str, Any]) -> str:
     return f"{UNTRUSTED} {found},\n  below {floor:g} ({spread}){undecided}: speedups over it may be inflated"
 
 
-def line(row: Row, *, trusted: bool) -> str:
+def line(row: ResultRow, *, trusted: bool) -> str:
     """A finished row, in one line."""
     found = [f"tpf {number(row['tpf'], '.2f')}", f"x AR {row['speedup']:.2f}{'' if trusted else UNTRUSTED}"]
     if row["quality"] is not None:
@@ -137,7 +137,7 @@ def line(row: Row, *, trusted: bool) -> str:
     return f"  {row['benchmark']} T={row['decoder']['temperature']:g}, {row['method']}: {', '.join(found)}"
 
 
-def markdown(rows: Sequence[Row], *, trusted: bool) -> str:
+def markdown(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     """The table as Markdown, with separate columns for benchmark, T and n."""
     columns = _columns(rows, mark="" if trusted else r"\*")
     headers = ["benchmark", "T", "n", *columns]
@@ -153,7 +153,7 @@ _PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "nfe", "t
           "speedup_vs_base_ar", "mismatches", "lossless")  # fmt: skip
 
 
-def as_csv(rows: Sequence[Row], *, trusted: bool | None) -> str:
+def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
     """The rows as CSV with full precision, one line per row; `trusted` is whether their speedups are."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

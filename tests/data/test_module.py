@@ -48,7 +48,7 @@ def test_response_alone_is_supervised_and_the_targets_own(target: LanguageModel,
     seen = 0
     for loader in (module.train_dataloader(), module.val_dataloader()):
         for batch in loader:
-            for ids, loss in zip(batch.ids_BL, batch.loss_BL, strict=True):
+            for ids, loss in zip(batch.ids_BL, batch.supervised_BL, strict=True):
                 start = int(loss.nonzero()[0])
                 assert responses[tuple(ids[:start].tolist())] == ids[loss].tolist()
                 seen += 1
@@ -126,7 +126,7 @@ def test_errors(target: LanguageModel, tmp_path: Path) -> None:
 def test_pad_and_pack() -> None:
     batch = pad([([5, 6, 7], 1), ([8, 9], 1)])
     assert batch.ids_BL.tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert batch.loss_BL.tolist() == [[False, True, True], [False, True, False]]
+    assert batch.supervised_BL.tolist() == [[False, True, True], [False, True, False]]
     rows = pack_documents([([1, 2, 3], 1), ([4, 5], 1), ([6, 7, 8, 9], 2)], 6)
     assert [[ids for ids, _ in row] for row in rows] == [[[1, 2, 3], [4, 5]], [[6, 7, 8, 9]]]
     packed = document_batch(rows, 6)
@@ -134,7 +134,7 @@ def test_pad_and_pack() -> None:
     assert packed.positions_BL is not None
     assert packed.document_BL.tolist() == [[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, -1, -1]]
     assert packed.positions_BL.tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 0, 0]]
-    assert packed.loss_BL.tolist() == [
+    assert packed.supervised_BL.tolist() == [
         [False, True, True, False, True, False],
         [False, False, True, True, False, False],
     ]
@@ -291,7 +291,7 @@ def test_too_few_rows_for_the_ranks() -> None:
 
 def rows_of(batch: Batch) -> list[tuple[int, ...]]:
     """Each row's tokens, without padding."""
-    pairs = zip(batch.ids_BL, batch.loss_BL, strict=True)
+    pairs = zip(batch.ids_BL, batch.supervised_BL, strict=True)
     return [tuple(ids.tolist()[: int(loss.nonzero()[-1]) + 1]) for ids, loss in pairs]
 
 

@@ -42,7 +42,7 @@ def batch_of(rows: Sequence[Sequence[int]], *, first: int = 0, padding: int = 0)
     made = pad([(list(row), 1) for row in rows])
     place = torch.arange(made.ids_BL.shape[1])
     real = place < torch.tensor([len(row) for row in rows])[:, None]
-    return Batch(made.ids_BL.where(real, padding), made.loss_BL, numbers=range(first, first + len(rows)))
+    return Batch(made.ids_BL.where(real, padding), made.supervised_BL, numbers=range(first, first + len(rows)))
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -220,7 +220,7 @@ def test_a_packed_row_is_one_text(toys: SimpleNamespace) -> None:
     packed = document_batch([[(one, 2), (two, 1)]], 12)
     plain = batch_of([[*one, *two]])
     trained, (order,) = method(toys.target()), orders([9])
-    assert row_lengths(packed.loss_BL) == row_lengths(plain.loss_BL) == [9]
+    assert row_lengths(packed.supervised_BL) == row_lengths(plain.supervised_BL) == [9]
     losses = [trained.loss_at(batch, [order]).loss_sum for batch in (packed, plain)]
     torch.testing.assert_close(*losses, **EXACT)
 

@@ -117,7 +117,7 @@ def test_labels_and_supervision_against_brute_force(toys: SimpleNamespace, layou
             # anchor_first: slot k predicts anchor + k + 1. fill_in: slot s predicts anchor + s, slot 0 void: s = k + 1
             slot = k + (layout == "fill_in")
             predicts = int(anchors[b, n]) + slot + (layout == "anchor_first")
-            alive = alive and predicts < L and bool(batch.loss_BL[b, predicts])
+            alive = alive and predicts < L and bool(batch.supervised_BL[b, predicts])
             assert bool(blocks.supervised_BNJ[b, n, k]) == alive
             if alive:
                 supervised += 1
@@ -153,7 +153,7 @@ def test_the_aim_is_the_targets_own_law(toys: SimpleNamespace, layout: str) -> N
     method = _method(toys, layout=layout)
     batch = _batch()
     output = method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids)
-    anchors, valid = sample_anchors(batch.loss_BL, 4, generators=_seeded())
+    anchors, valid = sample_anchors(batch.supervised_BL, 4, generators=_seeded())
     blocks = method.draft_blocks(batch, output, anchors, valid)
     for b, n, k in blocks.supervised_BNJ.nonzero().tolist():
         before = batch.ids_BL[b : b + 1, : int(anchors[b, n]) + k + 1]  # all tokens before the label
@@ -177,7 +177,7 @@ def test_tiled_attention_equals_the_dense_one(
 
     results = []
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 8, generators=_seeded(3))
+    anchors, valid = sample_anchors(batch.supervised_BL, 8, generators=_seeded(3))
     assert not valid.all()
     for form in (dense, tiled):
         monkeypatch.setattr(masks, "training_blocks", form)
@@ -234,7 +234,7 @@ KINDS = [
 @pytest.mark.parametrize(("cls", "kind"), KINDS)
 def test_loss_and_gradient_equal_the_naive_ones(toys: SimpleNamespace, cls: type, kind: dict[str, Any]) -> None:
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 3, generators=_seeded(3))
+    anchors, valid = sample_anchors(batch.supervised_BL, 3, generators=_seeded(3))
     gradients = []
     for naive in (False, True):
         method = _method(toys, cls=cls, **kind)
@@ -298,7 +298,7 @@ def test_chunks_leave_the_gradient(toys: SimpleNamespace) -> None:
 def test_metrics_are_sums_and_counts(toys: SimpleNamespace) -> None:
     method = _method(toys, cls=DSpark, head="vanilla", confidence=True)
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 4, generators=_seeded())
+    anchors, valid = sample_anchors(batch.supervised_BL, 4, generators=_seeded())
     result = _at(method, batch, anchors, valid)
     blocks = method.draft_blocks(
         batch, method.target(batch.ids_BL, taps=method.draft.config.target_layer_ids), anchors, valid
@@ -394,7 +394,7 @@ def test_nothing_to_learn_from(toys: SimpleNamespace, cls: type) -> None:
     kind = {"head": "rnn", "confidence": True} if cls is DSpark else {}
     method = _method(toys, cls=cls, **kind)
     batch = _batch()
-    loss = torch.zeros_like(batch.loss_BL)
+    loss = torch.zeros_like(batch.supervised_BL)
     loss[0, 3] = True  # alone: no pair of neighbours
     result = method.loss(Batch(batch.ids_BL, loss), generators=_seeded())
     assert float(result.loss_sum.detach()) == float(result.weight) == 0
@@ -408,10 +408,12 @@ def test_losses_of_parts_add_up(toys: SimpleNamespace) -> None:
     """Sums and weights of rows pool to those of the batch: what makes the loss independent of the ranks."""
     method = _method(toys, cls=DSpark, head="gated", confidence=True)
     batch = _batch()
-    anchors, valid = sample_anchors(batch.loss_BL, 3, generators=_seeded())
+    anchors, valid = sample_anchors(batch.supervised_BL, 3, generators=_seeded())
     whole = _at(method, batch, anchors, valid)
     parts = [
-        _at(method, Batch(batch.ids_BL[b : b + 1], batch.loss_BL[b : b + 1]), anchors[b : b + 1], valid[b : b + 1])
+        _at(
+            method, Batch(batch.ids_BL[b : b + 1], batch.supervised_BL[b : b + 1]), anchors[b : b + 1], valid[b : b + 1]
+        )
         for b in range(3)
     ]
     torch.testing.assert_close(sum(p.loss_sum for p in parts), whole.loss_sum, rtol=0, atol=1e-9)
@@ -428,7 +430,7 @@ def test_loss_survives_a_decoder_that_tapped_other_layers(toys: SimpleNamespace)
 def _data() -> SimpleNamespace:
     """A data module whose rows are those of the batch, as far as they are supervised."""
     batch = _batch()
-    ends = (batch.loss_BL * torch.arange(1, batch.loss_BL.shape[1] + 1)).amax(1).tolist()
+    ends = (batch.supervised_BL * torch.arange(1, batch.supervised_BL.shape[1] + 1)).amax(1).tolist()
     return SimpleNamespace(rows=[row[:end].tolist() for row, end in zip(batch.ids_BL, ends, strict=True)])
 
 

@@ -72,7 +72,7 @@ def test_layout() -> None:
     assert batch.positions_BL[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 5, 6, 0, 1, 2, 1, 2]
     assert batch.block_BL[0].tolist() == [-1, -1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, -1, 0, 0, 0, 0]
     assert batch.noisy_BL[0].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0]
-    assert batch.loss_BL[0].int().tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert batch.supervised_BL[0].int().tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0, 1, 1]
     assert batch.document_BL[0].tolist() == [0] * 12 + [1] * 5
     assert batch.document_BL[1].tolist() == [0] * 5 + [-1] * 12
     assert batch.clean_index_BL[0].tolist() == [0, 1, 5, 6, 7, 5, 6, 7, 10, 11, 10, 11, 12, 15, 16, 15, 16]

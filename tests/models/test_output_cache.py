@@ -42,9 +42,13 @@ def test_groups_hold_rows_of_like_lengths_and_no_more_than_fits(
     hook = target.register_forward_hook(lambda _, args, out: shapes.append(tuple(args[0].shape)))
     for _ in range(2):
         output = cache(IDS, LENGTHS)
+    held = cache._cached[tuple(ROWS[1])].hidden_BLD
+    assert held.untyped_storage().nbytes() == held.numel() * held.element_size()  # no padding is held with it
     hook.remove()
     assert shapes == [(1, 12), (2, 9), (1, 12)]
     for b, n in enumerate(LENGTHS):
         alone = target(IDS[b : b + 1, :n], taps=(1,))
         torch.testing.assert_close(output.features_BLF[b, :n], alone.features_BLF[0], rtol=0, atol=1e-12)
         torch.testing.assert_close(output.hidden_BLD[b, :n], alone.hidden_BLD[0], rtol=0, atol=1e-12)
+    cache.clear()
+    assert not cache._cached
