@@ -85,7 +85,7 @@ def test_a_stopped_run_says_how_to_go_on(number: int, small_job: Any, tmp_path: 
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert said.decode().splitlines()[-1] == f"error: interrupted; go on with resume={run}"
+    assert said.decode().splitlines()[-1] == f"error: interrupted; continue with resume={run}"
 
 
 @pytest.mark.slow
