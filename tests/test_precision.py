@@ -92,7 +92,7 @@ def test_precisions_that_cannot_work_are_refused() -> None:
     check_trainer(_trainer(precision="bf16-mixed"), two)
     with pytest.raises(UserError, match=r"bfloat16 and float32.*bf16-mixed.*target\.dtype=float32"):
         check_trainer(_trainer(precision="32-true"), two)
-    with pytest.raises(UserError, match=r"bf16-true has no float32 weights"):
+    with pytest.raises(UserError, match=r"bf16-true has no float32 master weights"):
         check_trainer(_trainer(precision="bf16-true"), one)
 
 
