@@ -272,6 +272,21 @@ def conditional(
     return of.logits(hidden[0, -1]).index_fill(-1, torch.tensor([of.mask_token_id]), -torch.inf)
 
 
+def joined(decoder: Any, requests: Sequence[Request], steps: int) -> list[Row]:
+    """The rows of the third and first of three requests, as an engine decodes them: the third joins after `steps`
+    steps, the second is then cancelled."""
+    first, second, third = requests
+    state = decoder.start([first, second])
+    for _ in range(steps):
+        decoder.step(state)
+    state.join(decoder.start([third]))
+    state.select([2, 0])
+    rows = list(state.rows)
+    while any(not row.done for row in rows):
+        decoder.step(state)
+    return rows
+
+
 def finished(asked: Sequence[Request], generations: Sequence[Generation]) -> State:
     """What a decoder's `start` gives back whose answers are done with it."""
     rows = [Row(r, [*r.ids, *g.tokens], replace(g, stopped=True)) for r, g in zip(asked, generations, strict=True)]
@@ -376,7 +391,7 @@ class OracleProposer:
 def toys() -> SimpleNamespace:
     names = (
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
-        "finished Remembering Bound autoregressive speculative jacobi any_subset infilling conditional"
+        "finished joined Remembering Bound autoregressive speculative jacobi any_subset infilling conditional"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

@@ -10,45 +10,45 @@ from dspec.decoding.sampling import draw
 
 
 class Bigrams:
-    """How often which token stands behind which in the known part of a text: neighbours by position, not by the order
-    in which they became known. New tokens alone are read."""
+    """Counts which token follows which in the known part of a text: neighbours by position, not by the order in which
+    they became known. Each call of `read` counts only the new tokens."""
 
     def __init__(self) -> None:
         self._at: dict[int, int] = {}  # position -> token
         self._tokens: Counter[int] = Counter()
-        self._behind: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        self._followers: defaultdict[int, Counter[int]] = defaultdict(Counter)
         self._read = 0
 
     def read(self, text: Sequence[int], positions: Sequence[int]) -> None:
-        """The text by order of becoming known, longer than at the last call; positions of its tokens at least."""
+        """`text` in the order in which it became known, longer than at the last call, and at least its positions."""
         for token, position in zip(text[self._read :], positions[self._read :], strict=False):
             self._tokens[token] += 1
             if (before := self._at.get(position - 1)) is not None:
-                self._behind[before][token] += 1
+                self._followers[before][token] += 1
             if (after := self._at.get(position + 1)) is not None:
-                self._behind[token][after] += 1
+                self._followers[token][after] += 1
             self._at[position] = token
         self._read = len(text)
 
     def draft(
         self, positions: Iterable[int], uniform_J: Tensor | None, *, vocab: int, dtype: torch.dtype
     ) -> tuple[list[int], Tensor]:
-        """Tokens for these positions and the distributions [J, V] that they were drawn from; without uniforms the most
-        frequent ones.
+        """Tokens for these positions and the distributions [J, V] they were drawn from; without uniforms the most
+        frequent tokens.
 
-        Each is drawn from what stood behind the token at the position before, which is known or drafted just now; from
-        all known tokens where there is none, or where nothing was ever seen behind it. Drafted tokens are not counted.
+        Each is drawn from the followers of the token at the previous position, known or just drafted; from all known
+        tokens if that token is unknown or has no followers. Drafted tokens are not counted.
         """
         tokens: list[int] = []
-        laws: list[Tensor] = []
+        probs_JV: list[Tensor] = []
         drafted: dict[int, int] = {}
         for slot, position in enumerate(positions):
             before = self._at.get(position - 1, drafted.get(position - 1))
-            seen = self._tokens if before is None else self._behind.get(before) or self._tokens
-            law = torch.zeros(vocab, dtype=dtype)
-            law[list(seen)] = torch.tensor(list(seen.values()), dtype=dtype) / seen.total()
-            token = int(law.argmax() if uniform_J is None else draw(law, uniform_J[slot]))
+            seen = self._tokens if before is None else self._followers.get(before) or self._tokens
+            probs_V = torch.zeros(vocab, dtype=dtype)
+            probs_V[list(seen)] = torch.tensor(list(seen.values()), dtype=dtype) / seen.total()
+            token = int(probs_V.argmax() if uniform_J is None else draw(probs_V, uniform_J[slot]))
             drafted[position] = token
             tokens.append(token)
-            laws.append(law)
-        return tokens, torch.stack(laws)
+            probs_JV.append(probs_V)
+        return tokens, torch.stack(probs_JV)

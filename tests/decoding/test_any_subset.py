@@ -264,14 +264,7 @@ def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, kind: str) -> 
     alone = {id(r): shown(decode(decoder, [r])[0]) for r in (first, second, third)}
     with torch.inference_mode():
         for steps in range(4):
-            state = decoder.start([first, second])
-            for _ in range(steps):
-                decoder.step(state)
-            state.join(decoder.start([third]))
-            state.select([2, 0])  # `second` is cancelled
-            rows = list(state.rows)
-            while any(not row.done for row in rows):
-                decoder.step(state)
+            rows = toys.joined(decoder, [first, second, third], steps)
             assert [shown(row.generation) for row in rows] == [alone[id(third)], alone[id(first)]]
 
 
