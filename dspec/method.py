@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Generator, Tensor, nn
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -43,6 +44,8 @@ class Method(nn.Module, ABC):
     beforehand (training/models.py)."""
 
     shown: ClassVar[tuple[str, ...]] = ()  # metrics shown on the progress bar next to the loss
+    # the dtype in which a trained target ships, rounded to it before it is evaluated; None: the config's
+    export_dtype: ClassVar[torch.dtype | None] = None
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
@@ -61,7 +64,7 @@ class Method(nn.Module, ABC):
         """Called after each optimizer step (EMA weights are updated here)."""
 
     def finish(self) -> None:
-        """Called once after training: turns the weights into plain ones, as they are decoded and shipped."""
+        """Called once after training: turns the weights into plain ones, which training/models.py rounds next."""
 
     @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:

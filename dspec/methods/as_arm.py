@@ -27,7 +27,6 @@ Legend: B = rows, L = places, N = tokens of a row, m = those of its prompt, P = 
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
@@ -36,12 +35,12 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, token_loss_without
 from dspec.method import Batch, LossOutput, Method
 from dspec.methods.jacobi_forcing import Tuning
+from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
 
@@ -136,6 +135,7 @@ def layout(orders: Sequence[Order]) -> Layout:
 class ASARM(Method):
     """Trains a target on the joint conditional of a random part of each row given the rest of it."""
 
+    export_dtype = torch.bfloat16
     steps_done: Tensor
 
     def __init__(
@@ -225,19 +225,8 @@ class ASARM(Method):
     def after_step(self) -> None:
         self.steps_done += 1
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Rounds the weights to the bfloat16 in which they ship: what is evaluated is what is written."""
         self.tuning.merge(self.target)
-        for parameter in self.target.model.parameters():
-            parameter.copy_(parameter.bfloat16())
 
     def export(self, folder: Path, *, card: str) -> Path:
-        """A Hugging Face folder in bfloat16 with the tokenizer; config.json has the mask token's id."""
-        with atomic_folder(folder / "target") as scratch:
-            model = deepcopy(self.target.model).to(torch.bfloat16)
-            model.config.mask_token_id = self.mask_token_id
-            model.save_pretrained(scratch)
-            self.target.tokenizer.save_pretrained(scratch)
-            (scratch / "README.md").write_text(card, encoding="utf-8")
-        return folder / "target"
+        return export_language_model(self.target, folder / "target", dtype=self.export_dtype, card=card)

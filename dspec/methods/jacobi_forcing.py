@@ -18,14 +18,12 @@ Legend: B = rows, L = indices in a row, P = chosen tokens, D = width, V = vocabu
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Generator, Tensor
 
-from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.jacobi_forcing.noise import Distance, Schedule, depth
@@ -33,6 +31,7 @@ from dspec.jacobi_forcing.packing import TrajectoryBatch
 from dspec.jacobi_forcing.teachers import Teacher
 from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
 from dspec.method import Batch, LossOutput, Method
+from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
 
@@ -236,9 +235,4 @@ class JacobiForcing(Method):
         self.tuning.merge(self.target)
 
     def export(self, folder: Path, *, card: str) -> Path:
-        """A Hugging Face folder with the tokenizer: an ordinary causal LM, in the dtype it has now."""
-        with atomic_folder(folder / "target") as scratch:
-            deepcopy(self.target.model).save_pretrained(scratch)
-            self.target.tokenizer.save_pretrained(scratch)
-            (scratch / "README.md").write_text(card, encoding="utf-8")
-        return folder / "target"
+        return export_language_model(self.target, folder / "target", dtype=self.export_dtype, card=card)

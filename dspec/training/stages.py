@@ -159,7 +159,7 @@ def train(job: Job) -> None:
     if job.trainer.is_global_zero:
         torch.use_deterministic_algorithms(False)  # evaluation is timed
         job.method.finish()
-        job.models.as_shipped(job.device)
+        job.models.as_shipped(job.method, job.device)
 
 
 def _provenance(job: Job) -> dict[str, Any]:
