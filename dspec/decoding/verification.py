@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dspec.calibration.sts import Calibration, calibrated_confidence
 from dspec.decoding.proposers import Proposal
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration, calibrated_confidence
 
 
 class VerificationPolicy(Protocol):

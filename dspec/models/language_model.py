@@ -191,13 +191,15 @@ class LanguageModel(nn.Module):
             if any(starts):
                 positions_BL = positions_BL + torch.tensor(starts, device=device)[:, None]
         window = cache.window(starts, L) if cache is not None else None
-        added = None if torch.is_autocast_enabled(device.type) else self.dtype
+        additive_dtype = None if torch.is_autocast_enabled(device.type) else self.dtype
         if mask is None:
-            physical = masks.build_causal(starts, queries=L, device=device, added=added)
+            physical = masks.build_causal(starts, queries=L, device=device, additive_dtype=additive_dtype)
         else:
             keys = L if window is None else window.end
             flex = window is None and device.type == "cuda"  # caches grow: each length would be compiled again
-            physical = masks.build(mask, batch=B, queries=L, keys=keys, device=device, added=added, flex=flex)
+            physical = masks.build(
+                mask, batch=B, queries=L, keys=keys, device=device, additive_dtype=additive_dtype, flex=flex
+            )
         return self._layers(ids_BL, positions_BL, physical, window, taps)
 
     def _layers(
