@@ -110,6 +110,35 @@ def trained(
     return watch, trainer
 
 
+# ---- the method's hooks
+
+
+class Numbers(L.LightningDataModule):
+    """Its rows exist once it is set up."""
+
+    def setup(self, stage: str) -> None:
+        self.rows = [[1], [2]]
+
+    def train_dataloader(self) -> DataLoader:
+        return batches(4, sizes=2)
+
+
+def test_a_method_begins_with_the_data_once_before_the_first_step(tmp_path: Path) -> None:
+    class Begun(Weighted):
+        def begin(self, data: Any) -> None:
+            begun.append((data.rows, float(self.w)))
+
+    begun: list[tuple[list[list[int]], float]] = []
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=2, default_root_dir=str(tmp_path), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    lit = module(Begun())
+    trainer.fit(lit, datamodule=Numbers())
+    assert begun == [([[1], [2]], 1.0)]
+    assert float(lit.method.w) != 1.0
+
+
 # ---- the loss
 
 
