@@ -41,9 +41,9 @@ from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, token_loss_without
 from dspec.method import Batch, LossOutput, Method
-from dspec.methods.jacobi_forcing import Tuning
 from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
+from dspec.tuning import Tuning
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # n * it mod 1 fills [0, 1) evenly over any stretch of n
 ORDERS = ("sorted", "random")
@@ -173,9 +173,9 @@ class ASARM(Method):
         tuning.prepare(target)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        """Raises UserError for a batch whose rows have no numbers."""
-        if batch.numbers is None:
-            raise UserError("AS-ARM draws mask rates by the rows' numbers (Batch.numbers), and the batch has none")
+        """Raises UserError for a batch without row numbers."""
+        if batch.row_numbers is None:
+            raise UserError("AS-ARM takes mask rates from a sequence over rows: the batch needs row_numbers")
         low, high = self.rate.at(int(self.steps_done) if self.training else self.rate.steps)
         lengths = row_lengths(batch.supervised_BL)
         orders = [
@@ -187,7 +187,7 @@ class ASARM(Method):
                 first_visible=self.first_visible,
                 lookahead=self.lookahead,
             )
-            for length, number, generator in zip(lengths, batch.numbers, generators, strict=True)
+            for length, number, generator in zip(lengths, batch.row_numbers, generators, strict=True)
         ]
         return self.loss_at(batch, orders)
 

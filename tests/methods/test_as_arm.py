@@ -16,9 +16,9 @@ from data.module import document_batch, pad
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.methods.as_arm import ASARM, GOLDEN_RATIO, MaskRate, Order, draw_order, layout, row_lengths
-from dspec.methods.jacobi_forcing import FullFineTuning
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.training.lit_module import LitModule
+from dspec.tuning import FullFineTuning
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 WIDE = MaskRate(low=[0.1, 0.1], high=[1.0, 1.0], steps=0)
@@ -42,7 +42,7 @@ def batch_of(rows: Sequence[Sequence[int]], *, first: int = 0, padding: int = 0)
     made = pad([(list(row), 1) for row in rows])
     place = torch.arange(made.ids_BL.shape[1])
     real = place < torch.tensor([len(row) for row in rows])[:, None]
-    return Batch(made.ids_BL.where(real, padding), made.supervised_BL, numbers=range(first, first + len(rows)))
+    return Batch(made.ids_BL.where(real, padding), made.supervised_BL, row_numbers=range(first, first + len(rows)))
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -159,7 +159,7 @@ def test_nothing_to_predict(toys: SimpleNamespace, normalisation: str) -> None:
     trained = method(toys.target(), normalisation=normalisation)
     ids = torch.tensor([[3, 1, 2], [4, 5, 6]])
     loss = torch.tensor([[True, False, False], [False, False, False]])
-    result = trained.loss(Batch(ids, loss, numbers=(0, 1)), generators=generators(2))
+    result = trained.loss(Batch(ids, loss, row_numbers=(0, 1)), generators=generators(2))
     result.loss_sum.backward()
     assert float(result.loss_sum.detach()) == int(result.weight) == 0
     assert all(p.grad is None or (p.grad == 0).all() for p in trained.parameters())
@@ -291,7 +291,7 @@ def rates(trained: ASARM, numbers: Sequence[int], length: int = 1000) -> list[fl
     found: list[float] = []
     trained.loss_at = lambda batch, drawn: found.extend(len(o.limit_P) / length for o in drawn)  # type: ignore[assignment]
     loss = torch.ones(len(numbers), length, dtype=torch.bool)
-    trained.loss(Batch(loss.long(), loss, numbers=numbers), generators=generators(len(numbers)))
+    trained.loss(Batch(loss.long(), loss, row_numbers=numbers), generators=generators(len(numbers)))
     return found
 
 
@@ -449,19 +449,19 @@ def test_bad_rates(low: list[float], high: list[float], steps: int) -> None:
         MaskRate(low=low, high=high, steps=steps)
 
 
-def test_a_mask_token_and_numbers_are_needed(toys: SimpleNamespace) -> None:
+def test_a_mask_token_and_row_numbers_are_needed(toys: SimpleNamespace) -> None:
     of = toys.target()
     trained = method(of)
-    with pytest.raises(UserError, match="numbers"):
+    with pytest.raises(UserError, match="row_numbers"):
         trained.loss(Batch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool)), generators=[])
     of.mask_token_id = None
     with pytest.raises(UserError, match="mask token"):
         method(of)
 
 
-def test_batches_keep_their_numbers_on_another_device() -> None:
+def test_batches_keep_their_row_numbers_on_another_device() -> None:
     batch = batch_of(texts([3, 2]), first=4)
     moved = batch.to("meta")
-    assert moved.numbers == batch.numbers
+    assert moved.row_numbers == batch.row_numbers
     assert moved.ids_BL.is_meta
     assert moved.document_BL is None
