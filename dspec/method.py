@@ -61,7 +61,8 @@ class Method(nn.Module, ABC):
         """Called after each optimizer step (EMA weights are updated here)."""
 
     def finish(self) -> None:
-        """Called once after training: turns the weights into plain ones, as they are decoded and shipped."""
+        """Called once after training, before evaluation and export: leaves the weights as they are decoded and
+        exported (merged, without caches)."""
 
     @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:

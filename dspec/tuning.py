@@ -13,18 +13,18 @@ class Tuning(Protocol):
     """Which weights are trained."""
 
     def prepare(self, target: LanguageModel) -> None:
-        """Marks (or adds) the trained weights."""
+        """Sets requires_grad on the weights that are trained, after adding them if they are new (adapters)."""
         ...
 
     def merge(self, target: LanguageModel) -> None:
-        """Merges what was trained into the weights of a plain model."""
+        """Merges the change into the target's own weights, and removes what `prepare` added."""
         ...
 
 
 class FullFineTuning:
-    """All weights; the result is an interpolation between the weights before and after training.
+    """All weights; the result interpolates between those before and after training.
 
-    Source: WiSE-FT (arXiv 2109.01903): (1 - alpha) before + alpha after.
+    Source: WiSE-FT (arXiv 2109.01903): (1 - alpha) * before + alpha * after.
     """
 
     def __init__(self, *, interpolation: float) -> None:

@@ -6,9 +6,9 @@ L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask (a
 2403.00835) is window 1 without a schedule; keeping part of the weight change is WiSE-FT (arXiv 2109.01903).
 
 L_pc is the forward KL from the distribution on the clean copy to the one on the noisy copy, token by token: at token t
-both predict token t + 1, so a block's last token predicts the next block's first. Where both copies see the same text,
-the KL of the same pass is zero in value and gradient, so only a response's last token, which has no successor, must be
-left out. L_AR runs over the clean copies, which form a plain causal text.
+both predict token t + 1, so a block's last token predicts the next block's first. A response's last token predicts
+nothing and is left out. Tokens for which both copies see the same text need no such exception: their KL is zero, in
+value and gradient. L_AR is computed on the clean copies, which form a plain causal text.
 
 Departures: lambda, temperature, weights and the normalisation of the sums are parameters (the released code fixes 10
 on L_AR, divides L_pc twice and trains on prompts); `decay` lowers the KL's weight after a block's first wrong token,
