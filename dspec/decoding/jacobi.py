@@ -119,8 +119,8 @@ class Jacobi:
         return self._tokens(output.hidden_BLD.flatten(0, 1), state.samplings, uniform_N).view(-1, Q).tolist()
 
     def _tokens(self, hidden_ND: Tensor, samplings: SamplingBatch, uniform_N: Tensor | None) -> Tensor:
-        """The model's tokens [N], computed in chunks: with many candidates the logits of all rows, let alone their
-        distributions, would take gigabytes."""
+        """The model's tokens [N], computed in chunks: with many candidates the logits and distributions of all queries
+        would take gigabytes."""
         tokens, Q = [], len(hidden_ND) // len(samplings)
         for part in row_chunks(len(hidden_ND), self.target.vocab_size):
             with span("target LM head"):

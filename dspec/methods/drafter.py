@@ -105,8 +105,8 @@ class DrafterMethod(Method):
         """The target's outputs; with a cache only up to each row's last supervised position (later ones are unused)."""
         if self._cache is None:
             return self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
-        place = torch.arange(1, batch.supervised_BL.shape[1] + 1, device=batch.supervised_BL.device)
-        return self._cache(batch.ids_BL, (batch.supervised_BL * place).amax(1).clamp(min=1).tolist())
+        length_L = torch.arange(1, batch.supervised_BL.shape[1] + 1, device=batch.supervised_BL.device)
+        return self._cache(batch.ids_BL, (batch.supervised_BL * length_L).amax(1).clamp(min=1).tolist())
 
     def loss_at(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
         """The loss for given anchors; `output` holds the target's features and final hidden states."""

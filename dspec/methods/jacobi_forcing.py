@@ -48,9 +48,9 @@ def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
     """As in the paper: KL summed over a block and averaged over a response's blocks; CE summed; mean over samples."""
     last = batch.last_BL & ~batch.noisy_BL
     weight = torch.zeros_like(batch.ids_BL, dtype=widest(batch.ids_BL.device))
-    for row, place in last.nonzero().tolist():
-        same_document = batch.document_BL[row] == batch.document_BL[row, place]  # type: ignore[index]
-        weight[row, same_document] = 1 / float(batch.block_BL[row, place] + 1)
+    for row, index in last.nonzero().tolist():
+        same_document = batch.document_BL[row] == batch.document_BL[row, index]  # type: ignore[index]
+        weight[row, same_document] = 1 / float(batch.block_BL[row, index] + 1)
     return weight, last.sum()
 
 
@@ -120,11 +120,11 @@ class JacobiForcing(Method):
         kl_sum, kl = self._consistency(batch, hidden, teacher, teacher_head, weight_BL)
         # 3. L_AR on the clean ones
         ce_sum, ce = self._next_token(batch, ids_BL, hidden)
-        places, tokens = (torch.tensor(float(len(stats)), device=stats.device) for stats in (kl, ce))
+        noisy_count, clean_count = (torch.tensor(float(len(stats)), device=stats.device) for stats in (kl, ce))
         metrics = {
-            "kl": (kl[:, 0].sum(), places),
-            "match": (kl[:, 1].sum(), places),
-            "ce": (ce[:, 0].sum(), tokens),
+            "kl": (kl[:, 0].sum(), noisy_count),
+            "match": (kl[:, 1].sum(), noisy_count),
+            "ce": (ce[:, 0].sum(), clean_count),
         }
         return LossOutput(self.consistency_weight * kl_sum + self.ar_weight * ce_sum, total, metrics)
 
