@@ -59,7 +59,7 @@ def _times_ar(point: Point, points: Sequence[Point]) -> str:
 
 
 def picks(points: Sequence[Point], roofline: Roofline) -> dict[str, Point]:
-    """The fastest configuration, and the fastest within a factor of `NEAR` of the ridge point, each under a description."""
+    """The fastest configuration, and the fastest within a factor of `NEAR` of the ridge point, by description."""
     tried = [p for p in points if p["plan"] is not None]
     near = [p for p in tried if _from_ridge(p, roofline) <= math.log(NEAR)]
     found = {"fastest": _fastest(tried)}
