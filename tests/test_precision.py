@@ -12,10 +12,10 @@ from dspec.errors import UserError
 from dspec.jacobi_forcing.teachers import EMATeacher, Frozen
 from dspec.method import Batch, Method
 from dspec.methods.ar_base import ARBase
-from dspec.methods.jacobi_forcing import FullFineTuning, LoRA
 from dspec.models.language_model import LanguageModel, embedded_target, local_device
 from dspec.training.checks import check_trainer
 from dspec.training.models import float32_masters
+from dspec.tuning import FullFineTuning, LoRA
 
 
 def _batch(seed: int) -> Batch:

@@ -1,9 +1,9 @@
-"""Sequential Temperature Scaling (STS) of the confidence head, and a report of its effect.
+"""Sequential Temperature Scaling (STS) of the confidence head, and a report on its effect.
 
 Source: DSpark (arXiv 2607.05147), "Confidence-Scheduled Verification". For k = 1..K in order, T_k is grid-searched so
 that prod_{i<=k} sigmoid(z_i / T_i) has the lowest expected calibration error (ECE, equal-width bins) against the event
 "the first k draft tokens were all accepted", with T_1..T_{k-1} already fixed. Fit and report on disjoint `Traces`,
-neither seen in training. Knows nothing of models, decoding or files; float64 on the CPU.
+neither seen in training. Pure functions without models, decoding or files; float64 on the CPU.
 
 Shapes: N = rounds, K = draft slots, M = the rounds valid at one slot, G = grid points, B = bins.
 """

@@ -41,7 +41,7 @@ class Calibration:
         return cls(temperatures, float(data["temperature"]), float(data["top_p"]))
 
     def applies_to(self, temperature: float, top_p: float) -> bool:
-        """Whether these sampling settings are those calibrated for (greedy acceptance is a different event)."""
+        """Whether the temperatures were fitted for this sampling: with another, other drafts are accepted."""
         return math.isclose(self.temperature, temperature) and math.isclose(self.top_p, top_p)
 
 
