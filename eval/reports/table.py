@@ -2,6 +2,7 @@
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def legend(rows: Sequence[ResultRow]) -> str:
     lines.append(f"diff: greedy answers that differ from {named}'s.")
     if any(map(_undecided, rows)):
         lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in lines)
 
 
 def _named_references(rows: Sequence[ResultRow]) -> str:
