@@ -277,6 +277,25 @@ def test_resuming_on_other_data_is_refused(target: LanguageModel, tmp_path: Path
     assert path.read_bytes() == before
 
 
+def test_resuming_with_another_drafter_is_refused(target: LanguageModel, tmp_path: Path) -> None:
+    """The drafter's weights count, and so does whether there is one."""
+    drafters = [None, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+    def go(path: Path, draft: Any) -> None:
+        evaluation(0.0, temperatures=[0.0], generate_prompts=0, warmup=0, limit=1).rows(
+            target=target, draft=draft, specs={"autoregressive": SPECS["autoregressive"]},
+            benchmarks={"echo": Echo(PROMPTS, 2)}, policy=POLICY, stop_ids=target.stop_ids, samples=path, settings={},
+        )  # fmt: skip
+
+    for i, first in enumerate(drafters):
+        path = tmp_path / f"{i}.jsonl"
+        go(path, first)
+        go(path, first)
+        for other in drafters[:i] + drafters[i + 1 :]:
+            with pytest.raises(UserError, match=r"another weights\.draft"):
+                go(path, other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_limit_can_grow(target: LanguageModel, tmp_path: Path, batch_size: int) -> None:
