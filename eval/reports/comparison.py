@@ -23,13 +23,13 @@ from eval.reports.table import over_ar
 from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, flat, load, load_verdicts, pool_rows
 
 # settings that do not make a different method: parts of the config (rows name decoder and benchmark) and single keys
-_UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
-_UNLIKE_KEYS = (
+_IGNORED_PARTS = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
+_IGNORED_KEYS = (
     "data.cache_dir",
     "trainer.log_every_n_steps",
     *(f"evaluation.{key}" for key in ("warmup", "generate_prompts", "generate_floor")),
 )
-_NAMED = 4  # at most this many settings in a name: runs that differ in more are named by their folders
+_MOST_NAMED = 4  # at most this many settings in a name: runs that differ in more are named by their folders
 METRICS = ("tau", "tpf", "speedup")
 
 Prompt = tuple[str, str]  # benchmark, id
@@ -111,7 +111,7 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
             differing: dict[str, tuple[str, ...]] = {}
         else:
             differing = _differing([(runs[i][1]["run"]["config"], rows[i][0]["decoder"]) for i in having])
-        if len(differing) > _NAMED:
+        if len(differing) > _MOST_NAMED:
             differing = {"run": tuple(runs[i][0].resolve().name for i in having)}
         for at, i in enumerate(having):
             names[i][method] = " ".join([method, *(f"{key}={values[at]}" for key, values in differing.items())])
@@ -123,8 +123,8 @@ def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
     the one with the shortest name."""
     settings = []
     for config, decoder in runs:
-        parts = flat({key: value for key, value in config.items() if key not in _UNLIKE} | {"decoder": decoder})
-        settings.append({path: value for path, value in parts.items() if path not in _UNLIKE_KEYS})
+        parts = flat({key: value for key, value in config.items() if key not in _IGNORED_PARTS} | {"decoder": decoder})
+        settings.append({path: value for path, value in parts.items() if path not in _IGNORED_KEYS})
     paths = sorted({path for parts in settings for path in parts}, key=lambda path: (len(path), path))
     found: dict[tuple[str, ...], str] = {}
     for path in paths:
