@@ -102,14 +102,15 @@ def point(
     target: LanguageModel,
     plan: JacobiConfig | None,
     decoded: Sequence[tuple[Generation, float]],
-    serial: Sequence[tuple[Generation, float]],
+    baseline: Sequence[tuple[Generation, float]],
     right: Sequence[bool],
     *,
     context: float,
     roofline: Roofline,
 ) -> Point:
-    """One configuration's results. Tokens per second include the prefill; per-pass numbers do not. `right` are the
-    verdicts on the judged prompts, `context` the average number of keys in the cache at a pass."""
+    """One configuration's results. `decoded` and plain AR's `baseline` are answers and their seconds, by prompt;
+    `right` are the verdicts on the judged prompts; `context` is the mean number of keys in the cache at a pass. Tokens
+    per second include the prefill's time, tokens per pass leave the prefill out."""
     generations = [g for g, _ in decoded]
     forwards = sum(g.forwards for g in generations)
     seconds = sum(s for _, s in decoded)
@@ -126,7 +127,7 @@ def point(
         "intensity": flops / read,
         "flops": flops * forwards / seconds,
         "share_of_roofline": flops * forwards / seconds / roofline.attainable(flops / read),
-        "mismatches": sum(a.tokens != b.tokens for (a, _), (b, _) in zip(decoded, serial, strict=True)),
+        "mismatches": sum(a.tokens != b.tokens for (a, _), (b, _) in zip(decoded, baseline, strict=True)),
     }
 
 
