@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import DictConfig
 
 from dspec import run_folder
+from dspec.config import entry_point
 from dspec.errors import UserError
 from dspec.old_names import check_arguments
 from dspec.train import main
@@ -268,6 +270,65 @@ def test_an_old_run_cannot_be_resumed_in_its_old_spelling(failing: Failing, tmp_
     (hydra / "hydra.yaml").write_text("hydra: {job: {config_name: train}}")
     (hydra / "overrides.yaml").write_text("- recipe=dspark\n- optimizer=tiny\n")
     assert "optimizer.<key>=" in failing(f"resume={tmp_path / 'old'}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hydra", None),
+        ("hydra", "hydra: {job: "),
+        ("hydra", "hydra: 3"),
+        ("overrides", None),
+        ("overrides", "{a: [}"),
+        ("overrides", "seed=1"),
+        ("overrides", "- {seed: 1}"),
+    ],
+)
+def test_a_damaged_command_is_not_resumed(failing: Failing, tmp_path: Path, name: str, text: str | None) -> None:
+    hydra = tmp_path / "old" / ".hydra"
+    hydra.mkdir(parents=True)
+    stored = {"hydra": "hydra: {job: {config_name: train}}", "overrides": "- recipe=dspark\n"} | {name: text}
+    for file, content in stored.items():
+        if content is not None:
+            (hydra / f"{file}.yaml").write_text(content)
+    line = failing(f"resume={tmp_path / 'old'}")
+    assert f".hydra/{name}.yaml is missing or damaged" in line
+    assert "delete" in line
+
+
+def test_choices_of_ones_own_are_not_old_ones(tmp_path: Path) -> None:
+    """The user's folder has optimizer/mine.yaml: optimizer=mine is theirs, optimizer=tiny is the old one."""
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("lr: 1\n")
+    for folder in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)],
+                   [f"hydra.searchpath=[file://{tmp_path}]"]):  # fmt: skip
+        check_arguments([*folder, "+optimizer=mine"])
+        for old in ("optimizer=tiny", "optimizer=mine,tiny"):
+            with pytest.raises(UserError, match=r"optimizer\.<key>="):
+                check_arguments([*folder, old])
+    with pytest.raises(UserError, match=r"optimizer\.<key>="):
+        check_arguments(["optimizer=mine"])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["target=smollm2_135m"], True),
+        (["target=smollm2_135m", "scale=pretrained"], False),
+        (["target=smollm2_135m", "data=gsm8k"], False),
+        (["recipe=ar_base", "target=smollm2_135m"], False),  # has no other numbers
+        ([], False),
+    ],
+)
+def test_a_pretrained_target_with_the_embedded_ones_numbers_is_said(
+    args: list[str], said: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[DictConfig] = []
+    monkeypatch.setattr(sys, "argv", ["dspec.train", *args, f"hydra.run.dir={tmp_path / 'run'}"])
+    entry_point(config="train")(ran.append)()
+    lines = [line for line in capfd.readouterr().out.splitlines() if "scale=pretrained" in line]
+    assert len(ran) == 1
+    assert len(lines) == int(said)
 
 
 @pytest.mark.parametrize(
