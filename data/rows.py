@@ -93,7 +93,7 @@ def _from_hub(name: str, hub: Hub) -> Rows:
 
     try:
         rows = [dict(row) for config in hub.configs for row in load_dataset(hub.repo, config, split=hub.split)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a data set of an old kind, with a script
         raise UserError(
             f"cannot load {hub.repo} from the Hub ({type(error).__name__}); "
             f"set DSPEC_DATA to a folder with {name}.jsonl.gz"
