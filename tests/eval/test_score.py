@@ -225,25 +225,6 @@ def test_mistakes_are_one_line(
     assert words in line
 
 
-def test_only_too_long_questions_are_one_line(
-    folder: Path, score: Callable[..., SimpleNamespace], capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(folder / "lambada.jsonl", {"text": "word " * 2000 + "end"})
-    with pytest.raises(SystemExit):
-        score("target=tiny", "benchmark=lambada")
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert "1 of 1 questions of lambada cannot be scored (first: lambada/00000: text 0 has " in line
-
-
-def test_a_model_without_a_mask_token(
-    score: Callable[..., SimpleNamespace], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dspec.models.language_model.LanguageModel.vocab_size", 1)
-    with pytest.raises(SystemExit):
-        score("target=tiny", "benchmark=lambada", "decoder=any_subset")
-    assert "has no mask token" in capsys.readouterr().err
-
-
 def test_eval_run_says_where_they_are_scored(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
