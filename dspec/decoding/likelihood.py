@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspec.decoding.any_subset import Inquiry, ask
+from dspec.decoding.any_subset import RowQuery, query_logits
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
@@ -69,7 +69,7 @@ def check_text(model: LanguageModel, text: Continuation, number: int) -> None:
 
 def _causal_logits(model: LanguageModel, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text."""
-    rows = [[*text.context, *text.tokens][:-1] for text in texts]  # nothing is asked after the last token
+    rows = [[*text.context, *text.tokens][:-1] for text in texts]  # no token depends on the last token
     ids_BL = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for b, row in enumerate(rows):
         ids_BL[b, : len(row)] = torch.tensor(row)
@@ -86,13 +86,13 @@ def _any_subset_logits(model: LanguageModel, texts: Sequence[Continuation]) -> l
     for text in texts:
         first, length = len(text.context), len(text.context) + len(text.tokens)
         rows.append(
-            Inquiry(
+            RowQuery(
                 tokens=[*text.context, *text.tokens][:-1],
                 start=0,
                 prompt=first,
                 positions=range(length),
-                asked=range(first, length),
+                queried=range(first, length),
                 limits=range(first, length),
             )
         )
-    return [logits_LV[: len(text.tokens)] for logits_LV, text in zip(ask(model, rows), texts, strict=True)]
+    return [logits_LV[: len(text.tokens)] for logits_LV, text in zip(query_logits(model, rows), texts, strict=True)]
