@@ -75,7 +75,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[Conti
     return found
 
 
-def fitting(model: LanguageModel, name: str, questions: Sequence[Question]) -> Texts:
+def fitting(model: LanguageModel, name: str, questions: Sequence[Question], *, any_subset: bool) -> Texts:
     """The questions with their tokens, without those that cannot be scored, of which a warning tells. Raises UserError
     if none is left."""
     texts: Texts = []
@@ -84,7 +84,7 @@ def fitting(model: LanguageModel, name: str, questions: Sequence[Question]) -> T
         answers = encode(model.tokenizer, question)
         try:
             for i, text in enumerate(answers):
-                check_text(model, text, i)
+                check_text(model, text, i, any_subset=any_subset)
         except UserError as error:
             unfit.append(f"{question.id}: {error}")
         else:
@@ -105,7 +105,10 @@ def run_scoring(cfg: DictConfig, benchmarks: Mapping[str, LikelihoodBenchmark], 
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
     distributions = {name: distribution(name, spec, loaded) for name, spec in specs.items()}
-    encoded = {name: fitting(target, name, benchmark.questions()) for name, benchmark in benchmarks.items()}
+    joint = any(one.any_subset for one in distributions.values())  # all score the same questions
+    encoded = {
+        name: fitting(target, name, benchmark.questions(), any_subset=joint) for name, benchmark in benchmarks.items()
+    }
     settings = {key: value for key, value in plain.items() if key not in ("resume", "limit")}
     settings |= {
         "weights": {name: fingerprint(d.model.model) for name, d in distributions.items()},

@@ -47,7 +47,7 @@ def log_likelihoods(model: LanguageModel, texts: Sequence[Continuation], *, any_
     any-subset model without a mask token.
     """
     for number, text in enumerate(texts):
-        check_text(model, text, number)
+        check_text(model, text, number, any_subset=any_subset)
     found = []
     logits = _any_subset_logits(model, texts) if any_subset else _causal_logits(model, texts)
     for text, logits_LV in zip(texts, logits, strict=True):
@@ -57,13 +57,18 @@ def log_likelihoods(model: LanguageModel, texts: Sequence[Continuation], *, any_
     return found
 
 
-def check_text(model: LanguageModel, text: Continuation, number: int) -> None:
+def longest(model: LanguageModel, *, any_subset: bool) -> int:
+    """Tokens of the longest text that can be scored: a causal model does not read the last one."""
+    return model.max_positions if any_subset else model.max_positions + 1
+
+
+def check_text(model: LanguageModel, text: Continuation, number: int, *, any_subset: bool) -> None:
     """Raises UserError for a text, the `number`-th, that cannot be scored."""
     if not text.context:
         raise UserError(f"text {number} has no visible token: it is scored given at least one before it")
     if not text.tokens:
         raise UserError(f"text {number} has no token to score")
-    if (length := len(text.context) + len(text.tokens)) > model.max_positions:
+    if (length := len(text.context) + len(text.tokens)) > longest(model, any_subset=any_subset):
         raise UserError(f"text {number} has {length} tokens, the context of {model.name!r} {model.max_positions}")
 
 

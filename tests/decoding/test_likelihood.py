@@ -98,7 +98,7 @@ def test_the_density_of_all_words_sums_to_one(model: LanguageModel) -> None:
     [
         ([], [1], "text 1 has no visible token"),
         ([1], [], "text 1 has no token to score"),
-        ([1] * 100, [1] * 29, "text 1 has 129 tokens, the context of 'tiny-qwen3' 128"),
+        ([1] * 100, [1] * 30, "text 1 has 130 tokens, the context of 'tiny-qwen3' 128"),
     ],
 )
 def test_what_cannot_be_scored(
@@ -108,11 +108,14 @@ def test_what_cannot_be_scored(
         log_likelihoods(model, [Continuation([1], [2]), Continuation(context, tokens)], any_subset=any_subset)
 
 
-def test_the_longest_text_fits(model: LanguageModel) -> None:
-    text = Continuation([1] * 100, [2] * 28)
-    for any_subset in (False, True):
-        [found] = log_likelihoods(model, [text], any_subset=any_subset)
-        assert torch.isfinite(found.log_probs).all()
+@pytest.mark.parametrize(("any_subset", "length"), [(True, 128), (False, 129)])
+def test_the_longest_text_fits(model: LanguageModel, any_subset: bool, length: int) -> None:
+    """A causal model does not read the last token."""
+    text = Continuation([1] * 100, [2] * (length - 100))
+    [found] = log_likelihoods(model, [text], any_subset=any_subset)
+    assert torch.isfinite(found.log_probs).all()
+    with pytest.raises(UserError, match=f"text 0 has {length + 1} tokens"):
+        log_likelihoods(model, [Continuation([1, *text.context], text.tokens)], any_subset=any_subset)
 
 
 def test_an_any_subset_model_needs_a_mask_token(toys: SimpleNamespace) -> None:

@@ -221,6 +221,27 @@ def test_texts_that_do_not_fit_are_counted_and_said(
     assert "left out" not in table([whole], trusted=True)
 
 
+def test_a_text_as_long_as_the_context_fits(
+    target: LanguageModel, benchmark_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = benchmark_of(ROW)
+    [item] = benchmark.items()
+    length = len(encode(target.tokenizer, benchmark, item, POLICY).positions or [])
+    evaluation = Evaluation(
+        temperatures=[0.0], top_p=1.0, batch_size=1, limit=None, warmup=0, generate_prompts=0, generate_floor=0.9,
+        seed=0,
+    )  # fmt: skip
+
+    def encoded() -> Any:
+        return evaluation.encode_prompts(target=target, specs=SPECS, benchmarks={"gaps": benchmark}, policy=POLICY)
+
+    monkeypatch.setattr(LanguageModel, "max_positions", length)
+    assert len(encoded()["gaps"]) == 1
+    monkeypatch.setattr(LanguageModel, "max_positions", length - 1)
+    with pytest.raises(UserError, match=f"has {length} tokens, the context {length - 1}"):
+        encoded()
+
+
 def test_left_to_right_is_for_all_decoders(target: LanguageModel, benchmark_of: Any, tmp_path: Path) -> None:
     """And any-subset ones, which see the text before the gap alone, stop at the line's end as AR does."""
     found = evaluate(target, tmp_path, benchmark_of(ROW, LAST, left_to_right=True))
