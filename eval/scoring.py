@@ -5,7 +5,6 @@ its scores the benchmark's. Nothing is decoded: a row is its own baseline (speed
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from dspec.config import instantiate_decoders, remember_command
 from dspec.decoding.any_subset import AnySubset
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass
-from dspec.decoding.likelihood import Continuation, check_text, log_likelihoods
+from dspec.decoding.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
@@ -32,14 +31,13 @@ from eval.decoders import DecoderSpec
 from eval.gate import timed
 from eval.load import LoadedModel, load_model
 from eval.progress import Meter
-from eval.reports.table import aligned, number
+from eval.reports.scores import perplexity, score_table
 from eval.results import ResultRow, assemble
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
 
 log = logging.getLogger(__name__)
 
-Texts = list[tuple[Question, list[Continuation]]]
 _NOT_TIMED = {"trusted": None}  # there is no AR loop to compare with generate's
 
 
@@ -75,12 +73,21 @@ def encode(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[Conti
     return found
 
 
-def fitting(model: LanguageModel, name: str, questions: Sequence[Question], *, any_subset: bool) -> Texts:
-    """The questions with their tokens, without those that cannot be scored, of which a warning tells. Raises UserError
-    if none is left."""
-    texts: Texts = []
+@dataclass(frozen=True)
+class Task:
+    """A benchmark's questions with the tokens of their answers."""
+
+    name: str
+    benchmark: LikelihoodBenchmark
+    texts: Sequence[tuple[Question, list[Continuation]]]
+    left_out: int  # questions that cannot be scored
+
+
+def task(model: LanguageModel, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
+    """Leaves out what cannot be scored, with a warning. Raises UserError if nothing is left."""
+    texts = []
     unfit: list[str] = []
-    for question in questions:
+    for question in benchmark.questions():
         answers = encode(model.tokenizer, question)
         try:
             for i, text in enumerate(answers):
@@ -90,59 +97,64 @@ def fitting(model: LanguageModel, name: str, questions: Sequence[Question], *, a
         else:
             texts.append((question, answers))
     if unfit:
-        which = f"{len(unfit)} of {len(questions)} questions of {name} cannot be scored (first: {unfit[0]})"
+        of = len(texts) + len(unfit)
+        which = f"{len(unfit)} of {of} questions of {name} cannot be scored (first: {unfit[0]})"
         if not texts:
             raise UserError(which)
         log.warning("%s: left out", which)
-    return texts
+    return Task(name, benchmark, texts, len(unfit))
 
 
 def run_scoring(cfg: DictConfig, benchmarks: Mapping[str, LikelihoodBenchmark], run_dir: Path) -> dict[str, Any]:
     """Scores `benchmarks` by the distributions of `cfg.decoder`. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     loaded = load_model(cfg)
-    target = loaded.target
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    specs = instantiate_decoders(cfg)
-    distributions = {name: distribution(name, spec, loaded) for name, spec in specs.items()}
+    distributions = {name: distribution(name, spec, loaded) for name, spec in instantiate_decoders(cfg).items()}
     joint = any(one.any_subset for one in distributions.values())  # all score the same questions
-    encoded = {
-        name: fitting(target, name, benchmark.questions(), any_subset=joint) for name, benchmark in benchmarks.items()
-    }
-    settings = {key: value for key, value in plain.items() if key not in ("resume", "limit")}
-    settings |= {
-        "weights": {name: fingerprint(d.model.model) for name, d in distributions.items()},
-        "data": {name: benchmark.source()["sha256"] for name, benchmark in benchmarks.items()},
-    }
-    dtype = str(target.dtype).removeprefix("torch.")
-    run = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(target.tokenizer))
-    run |= {"benchmarks": {name: benchmark.source() for name, benchmark in benchmarks.items()}}
-    log.info("scoring %s in %s", target.name, run_dir)
+    tasks = [task(loaded.target, name, benchmark, any_subset=joint) for name, benchmark in benchmarks.items()]
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    run = _provenance(loaded, plain, tasks)
+    log.info("scoring %s in %s", loaded.target.name, run_dir)
     rows: list[ResultRow] = []
-    with Meter("scoring") as meter, SampleLog(run_dir / "samples.jsonl", settings) as samples:
-        for name, texts in encoded.items():
-            samples.check_prompts(name, [(question.id, _ids(answers)) for question, answers in texts])
+    with (
+        Meter("scoring") as meter,
+        SampleLog(run_dir / "samples.jsonl", _settings(plain, distributions, tasks)) as kept,
+    ):
+        for one in tasks:
+            kept.check_prompts(one.name, [(question.id, _ids(answers)) for question, answers in one.texts])
         remember_command(cfg)
-        meter.expect(sum(map(len, encoded.values())) * len(distributions), done=len(samples.samples))
-        for name, texts in encoded.items():
-            meter.phase(name)
-            _score(name, benchmarks[name], distributions, texts, int(cfg.batch_size), samples, meter)
-            left_out = len(benchmarks[name].questions()) - len(texts)
-            for key, one in distributions.items():
-                rows.append(_row(name, key, one, benchmarks[name], samples, left_out, int(cfg.batch_size), cfg.seed))
-            write_json(run_dir / "results.json", _results(rows, run, complete=False))
-    results = _results(rows, run, complete=True)
-    write_json(run_dir / "results.json", results)
+        meter.expect(sum(len(one.texts) for one in tasks) * len(distributions), done=len(kept.samples))
+        for one in tasks:
+            meter.phase(one.name)
+            _score(one, distributions, int(cfg.batch_size), kept, meter)
+            rows += [
+                _row(one, key, d, kept, batch_size=cfg.batch_size, seed=cfg.seed) for key, d in distributions.items()
+            ]
+            results = assemble(rows, run=run, ar_check=_NOT_TIMED, calibration=None, complete=one is tasks[-1])
+            write_json(run_dir / "results.json", results)
     write_json(run_dir / "config.json", plain)
-    shown = table(rows)
+    shown = score_table(rows)
     with atomic_file(run_dir / "table.md") as scratch:
         scratch.write_text(f"```\n{shown}\n```\n", encoding="utf-8")
     Console().print(f"{shown}\nresults: {run_dir}", markup=False, highlight=False, soft_wrap=True)
     return results
 
 
-def _results(rows: Sequence[ResultRow], run: Mapping[str, Any], *, complete: bool) -> dict[str, Any]:
-    return assemble(rows, run=run, ar_check=_NOT_TIMED, calibration=None, complete=complete)
+def _provenance(loaded: LoadedModel, config: dict[str, Any], tasks: Sequence[Task]) -> dict[str, Any]:
+    dtype = str(loaded.target.dtype).removeprefix("torch.")
+    policy = loaded.policy.to_dict(loaded.target.tokenizer)
+    run = provenance(seed=config["seed"], dtype=dtype, config=config, prompt_policy=policy)
+    return run | {"benchmarks": {one.name: one.benchmark.source() for one in tasks}}
+
+
+def _settings(
+    config: Mapping[str, Any], distributions: Mapping[str, Distribution], tasks: Sequence[Task]
+) -> dict[str, Any]:
+    """All that samples depend on."""
+    return {key: value for key, value in config.items() if key not in ("resume", "limit")} | {
+        "weights": {key: fingerprint(one.model.model) for key, one in distributions.items()},
+        "data": {one.name: one.benchmark.source()["sha256"] for one in tasks},
+    }
 
 
 def _ids(answers: Sequence[Continuation]) -> list[int]:
@@ -150,61 +162,57 @@ def _ids(answers: Sequence[Continuation]) -> list[int]:
     return [token for answer in answers for token in (*answer.context, *answer.tokens)]
 
 
-def _score(
-    name: str,
-    benchmark: LikelihoodBenchmark,
-    distributions: Mapping[str, Distribution],
-    texts: Texts,
-    batch_size: int,
-    samples: SampleLog,
-    meter: Meter,
-) -> None:
-    """Scores what is missing from `samples`."""
-    before = samples.select(name, 0.0)
-    answered, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
-    rest = [text for text in texts if text[0].id not in answered]
-    batches = [rest[i : i + batch_size] for i in range(0, len(rest), batch_size)]
-    for at, batch in enumerate(batches, first):
-        found = []
+def _score(of: Task, distributions: Mapping[str, Distribution], batch_size: int, kept: SampleLog, meter: Meter) -> None:
+    """Scores the questions that `kept` has no samples of."""
+    before = kept.select(of.name, GREEDY.temperature)
+    scored, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
+    rest = [text for text in of.texts if text[0].id not in scored]
+    for at in range(0, len(rest), batch_size):
+        batch, found = rest[at : at + batch_size], list[Sample]()
+        flat = [answer for _, answers in batch for answer in answers]
         for key, one in distributions.items():
-            flat = [answer for _, answers in batch for answer in answers]
             work = partial(log_likelihoods, one.model, flat, any_subset=one.any_subset)
             likelihoods, seconds = timed(one.model, work)
-            for question, answers in batch:
-                mine, likelihoods = likelihoods[: len(answers)], likelihoods[len(answers) :]
-                scores = benchmark.judge(question, [m.total for m in mine], [m.greedy for m in mine])
-                passes = [Pass("prefill", positions=len(a.context) + len(a.tokens)) for a in answers]
-                found.append(
-                    Sample(
-                        benchmark=name,
-                        temperature=0.0,
-                        decoder=key,
-                        batch=at,
-                        id=question.id,
-                        prompt_sha256=digest(_ids(answers)),
-                        text=question.answers[scores.chosen],
-                        verdicts=scores.verdicts,
-                        scores=scores.continuous,
-                        generation=Generation(list(answers[scores.chosen].tokens), passes=passes),
-                        seconds=seconds,
-                    )
-                )
+            each = iter(likelihoods)
+            found += [
+                _sample(of, key, number=first + at // batch_size, question=question, answers=answers,
+                        likelihoods=[next(each) for _ in answers], seconds=seconds)
+                for question, answers in batch
+            ]  # fmt: skip
             meter.advance(len(batch))
-        samples.add(found)
+        kept.add(found)
 
 
-def _row(
-    name: str,
+def _sample(
+    of: Task,
     key: str,
-    one: Distribution,
-    benchmark: LikelihoodBenchmark,
-    samples: SampleLog,
-    left_out: int,
-    batch_size: int,
-    seed: int,
-) -> ResultRow:
-    mine = [s for s in samples.select(name, 0.0) if s.decoder == key]
-    counted = row(mine, mine, mine, quality=benchmark.quality, greedy=True, seed=seed)
+    *,
+    number: int,
+    question: Question,
+    answers: Sequence[Continuation],
+    likelihoods: Sequence[Likelihood],
+    seconds: float,
+) -> Sample:
+    scores = of.benchmark.judge(question, [one.total for one in likelihoods], [one.greedy for one in likelihoods])
+    passes = [Pass("prefill", positions=len(a.context) + len(a.tokens)) for a in answers]
+    return Sample(
+        benchmark=of.name,
+        temperature=GREEDY.temperature,
+        decoder=key,
+        batch=number,
+        id=question.id,
+        prompt_sha256=digest(_ids(answers)),
+        text=question.answers[scores.chosen],
+        verdicts=scores.verdicts,
+        scores=scores.continuous,
+        generation=Generation(list(answers[scores.chosen].tokens), passes=passes),
+        seconds=seconds,
+    )
+
+
+def _row(of: Task, key: str, one: Distribution, kept: SampleLog, *, batch_size: int, seed: int) -> ResultRow:
+    mine = [s for s in kept.select(of.name, GREEDY.temperature) if s.decoder == key]
+    counted = row(mine, mine, mine, quality=of.benchmark.quality, greedy=True, seed=seed)
     return {
         "method": one.label,
         "target": one.model.name,
@@ -212,42 +220,9 @@ def _row(
         "baseline": key,
         "reference": key,
         "lossless": True,
-        "benchmark": name,
+        "benchmark": of.name,
         "batch_size": batch_size,
-        "left_out": left_out,
+        "left_out": of.left_out,
         **counted,
         "perplexity": perplexity(counted),
     }
-
-
-def perplexity(of: ResultRow) -> float | None:
-    """exp of minus the mean log-likelihood of an answer; None where the benchmark has no such score."""
-    found = of["scores"].get("log_likelihood")
-    return None if found is None else math.exp(-found["mean"])
-
-
-def table(rows: Sequence[ResultRow]) -> str:
-    """One line per row, under a line for each benchmark."""
-    verdicts = list(dict.fromkeys(verdict for r in rows for verdict in r["verdicts"]))
-    continuous = list(dict.fromkeys(score for r in rows for score in r["scores"]))
-    headers = ["distribution", *(f"{verdict} %" for verdict in verdicts), *continuous]
-    headers += ["perplexity"] if any(r["perplexity"] is not None for r in rows) else []
-    cells = []
-    for r in rows:
-        low, high = (100 * end for end in r["interval_95"]["quality"])
-        shares = [number(100 * r["verdicts"][v] if v in r["verdicts"] else None, ".1f") for v in verdicts]
-        shares[verdicts.index(r["quality_name"])] += f" ({low:.0f}-{high:.0f})"
-        means = [_mean(r["scores"].get(score)) for score in continuous]
-        cells.append([r["method"], *shares, *means, number(r["perplexity"], ".2f")][: len(headers)])
-    return aligned(headers, cells, titles=[_title(r) for r in rows])
-
-
-def _mean(score: Mapping[str, Any] | None) -> str:
-    if score is None:
-        return number(None, "")
-    return f"{score['mean']:.2f}" + (f" ± {score['se']:.2f}" if score["se"] is not None else "")
-
-
-def _title(r: ResultRow) -> str:
-    out = f" ({r['left_out']} left out: they do not fit)" if r["left_out"] else ""
-    return f"{r['benchmark']}, {r['n']} questions{out}; log-likelihoods in nats"
