@@ -155,11 +155,3 @@ def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[s
             raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
         answered[name] = verdicts
     return found
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a nested config by dotted path."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    parts = (flat(inner, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())
-    return {path: leaf for part in parts for path, leaf in part.items()}

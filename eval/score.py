@@ -22,8 +22,6 @@ from eval.checkpoints import check_arguments
 def score(cfg: DictConfig) -> None:
     """One scoring run in Hydra's run folder."""
     check_arguments(cfg)
-    if type(cfg.batch_size) is not int or cfg.batch_size < 1:
-        raise UserError(f"batch_size={cfg.batch_size} must be an integer of at least 1")
     benchmarks = instantiate(cfg.benchmark)
     if others := [name for name, one in benchmarks.items() if not isinstance(one, LikelihoodBenchmark)]:
         raise UserError(f"{others[0]} is decoded, not scored by log-likelihood: use python -m eval.run")

@@ -16,7 +16,8 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from dspec.atomic import atomic_file, write_json
-from dspec.config import instantiate_decoders, remember_command
+from dspec.config import instantiate_decoders
+from dspec.config_types import check_types
 from dspec.decoding.any_subset import AnySubset
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass
@@ -25,6 +26,7 @@ from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint, provenance
+from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
 from eval.decoders import DecoderSpec
@@ -108,6 +110,7 @@ def task(model: LanguageModel, name: str, benchmark: LikelihoodBenchmark, *, any
 def run_scoring(cfg: DictConfig, benchmarks: Mapping[str, LikelihoodBenchmark], run_dir: Path) -> dict[str, Any]:
     """Scores `benchmarks` by the distributions of `cfg.decoder`. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
+    check_types(cfg)
     loaded = load_model(cfg)
     distributions = {name: distribution(name, spec, loaded) for name, spec in instantiate_decoders(cfg).items()}
     joint = any(one.any_subset for one in distributions.values())  # all score the same questions

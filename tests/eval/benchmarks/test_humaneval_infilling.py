@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from data.chat import PromptPolicy
 from dspec.config import ROOT, composed
 from dspec.decoding import factory
+from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
@@ -219,6 +220,26 @@ def test_texts_that_do_not_fit_are_counted_and_said(
     [whole] = evaluate(target, tmp_path / "all", benchmark_of(ROW, LAST))["rows"]
     assert whole["left_out"] == 0
     assert "left out" not in table([whole], trusted=True)
+
+
+def test_the_reference_passes_from_end_to_end(
+    target: LanguageModel, benchmark_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt, filled tokens, text, program and verdict: a decoder that writes the reference is right everywhere."""
+    gaps = {len(row["prompt"]): target.tokenizer(row["canonical_solution"])["input_ids"] for row in (ROW, LAST)}
+
+    def written(decoder: object, requests: Any) -> list[Generation]:
+        found = []
+        for request in requests:
+            before = request.ids[: request.positions[len(request.ids)]]
+            tokens = gaps[len(text_of(target.tokenizer, before))]
+            assert request.max_new_tokens == len(tokens)
+            found.append(Generation(list(tokens), passes=[Pass("prefill", len(tokens))]))
+        return found
+
+    monkeypatch.setattr("eval.evaluate.decode", written)
+    [row] = evaluate(target, tmp_path, benchmark_of(ROW, LAST))["rows"]
+    assert row["verdicts"] == {"pass@1": 1.0, "exact match": 1.0}
 
 
 def test_a_text_as_long_as_the_context_fits(
