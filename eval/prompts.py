@@ -64,8 +64,8 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> Prompt:
     """The user turn of a chat, or raw text to go on from; where the item has a response or parts, a text with holes.
 
-    Raises UnfitError for a text with nothing visible or nothing hidden, and for parts that their tokens do not give
-    back.
+    Raises UnfitError for a text with nothing visible or nothing hidden, and for exact parts that their tokens do not
+    give back.
     """
     if item.parts:
         return _hidden_parts(tokenizer, benchmark, item, policy)
@@ -96,7 +96,7 @@ def _hidden_parts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item
     holes: set[int] = set()
     for part, hidden in item.parts:
         ids = list(tokenizer(part, add_special_tokens=False)["input_ids"])
-        if text_of(tokenizer, ids) != part:
+        if item.exact and text_of(tokenizer, ids) != part:
             raise UnfitError(
                 f"{item.id}: the tokens of {tokenizer.name_or_path!r} do not give back its text exactly (spaces or "
                 "characters change); infilling needs a tokenizer of bytes"

@@ -33,7 +33,7 @@ from eval.decoders import DecoderSpec
 from eval.gate import timed
 from eval.load import LoadedModel, load_model
 from eval.progress import Meter
-from eval.reports.scores import perplexity, score_table
+from eval.reports.likelihoods import perplexity, score_table
 from eval.results import ResultRow, assemble
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest

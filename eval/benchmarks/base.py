@@ -21,6 +21,7 @@ class Item:
     hidden: float = 0.0  # the share of its tokens that are
     contiguous: bool = False  # the hidden tokens are neighbours
     parts: tuple[tuple[str, bool], ...] = ()  # infilling, in place of a response: consecutive texts, True: hidden whole
+    exact: bool = False  # the tokens of the parts must give their texts back to the character
 
     @property
     def infills(self) -> bool:

@@ -83,9 +83,8 @@ def with_holes(example: Example, holes: str, hidden: float) -> Item:
     count = max(1, round(hidden * len(lines)))
     first = random.Random(example.id).randint(0, len(lines) - count)
     pieces = lines[:first], lines[first : first + count], lines[first + count :]
-    return Item(
-        example.id, example.prompt, parts=tuple(("".join(piece), i == 1) for i, piece in enumerate(pieces) if piece)
-    )
+    parts = tuple(("".join(piece), i == 1) for i, piece in enumerate(pieces) if piece)
+    return Item(example.id, example.prompt, parts=parts, exact=True)
 
 
 def filled(item: Item, answer: str) -> str:

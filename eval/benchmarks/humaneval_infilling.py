@@ -55,7 +55,7 @@ class HumanEvalInfilling(FileBenchmark):
     def items(self) -> list[Item]:
         if self._left_to_right:
             return super().items()
-        return [Item(id_, self.prompt(row), parts=_parts(row)) for id_, row in self._rows.items()]
+        return [Item(id_, self.prompt(row), parts=_parts(row), exact=True) for id_, row in self._rows.items()]
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row, wanted = self._rows[item.id], str(self._rows[item.id]["canonical_solution"])

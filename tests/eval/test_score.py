@@ -16,7 +16,7 @@ from dspec.decoding.likelihood import Continuation, log_likelihoods
 from dspec.errors import UserError
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.likelihood import HellaSwag, Lambada, Question
-from eval.reports.scores import perplexity
+from eval.reports.likelihoods import perplexity
 from eval.results import load, load_verdicts
 from eval.run import main as decode_main
 from eval.score import main
