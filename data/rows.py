@@ -95,7 +95,7 @@ def _from_hub(name: str, hub: Hub) -> Rows:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it reports each of many retries
     try:
         rows = [dict(row) for config in hub.configs for row in load_dataset(hub.repo, config, split=hub.split)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a data set of an old kind, with a script
         raise UserError(
             f"cannot load {hub.repo} from the Hub ({type(error).__name__}); "
             f"set DSPEC_DATA to a folder with {name}.jsonl.gz"

@@ -51,7 +51,7 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
-    if AR not in specs and any(item.response is None for b in benchmarks.values() for item in b.items()[:1]):
+    if AR not in specs and any(not item.infills for b in benchmarks.values() for item in b.items()[:1]):
         specs = {AR: _plain_ar(), **specs}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")

@@ -19,6 +19,14 @@ class Item:
     prompt: str  # text of the user turn (chat), or raw text to complete
     response: str | None = None  # infilling: the reference, of which some tokens are hidden; None: all is to be written
     hidden: float = 0.0  # the share of its tokens that are
+    contiguous: bool = False  # the hidden tokens are neighbours
+    parts: tuple[tuple[str, bool], ...] = ()  # infilling, in place of a response: consecutive texts, True: hidden whole
+    exact: bool = False  # the tokens of the parts must give their texts back to the character
+
+    @property
+    def infills(self) -> bool:
+        """Whether it asks for the hidden part of a text, and not for all that follows the prompt."""
+        return self.response is not None or bool(self.parts)
 
 
 class Benchmark(Protocol):

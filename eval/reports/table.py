@@ -79,7 +79,8 @@ def title(row: ResultRow) -> str:
     named = f", {row['quality_name']}" if row["quality_name"] else ""
     undecided = row.get("verdicts", {}).get("undecided", 0.0)
     left = f", {100 * undecided:.1f} % undecided" if undecided else ""
-    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{named}{left}"
+    out = f" ({row['left_out']} left out: they do not fit)" if row.get("left_out") else ""
+    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{out}{named}{left}"
 
 
 def table(rows: Sequence[ResultRow], *, trusted: bool) -> str:
