@@ -272,6 +272,7 @@ class Evaluation:
                             prompt_sha256=digest(prompt.key),
                             text=text,
                             verdicts=benchmark.score(item, text),
+                            scores=benchmark.continuous_scores(item, text),
                             generation=generation,
                             seconds=seconds,
                         )

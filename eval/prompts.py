@@ -9,18 +9,20 @@ from transformers import PreTrainedTokenizerBase
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from dspec.decoding.generation import Request, ShouldStop
 from dspec.decoding.sampling import Sampling
+from dspec.errors import UserError
 from eval.benchmarks.base import Benchmark, Item
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """`ids` are visible. With holes, `positions` are those of `ids` and then of the holes, each part ascending, and the
-    response begins at `start`; None: the response follows the prompt, and ends itself."""
+    response begins at `start` (None: it is what the holes are filled with); without positions, the response follows the
+    prompt, and ends itself."""
 
     ids: list[int]
     max_new_tokens: int
     positions: list[int] | None = None
-    start: int = 0
+    start: int | None = 0
 
     @property
     def key(self) -> list[int]:
@@ -41,30 +43,61 @@ class Prompt:
         )
 
     def response(self, tokens: Sequence[int]) -> list[int]:
-        """The whole response with `tokens` in its holes; without holes, `tokens`."""
-        if self.positions is None:
+        """The whole response with `tokens` in its holes, or these tokens alone."""
+        if self.positions is None or self.start is None:
             return list(tokens)
         text = dict(zip(self.positions, [*self.ids, *tokens], strict=True))
         return [text[position] for position in range(self.start, len(text))]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> Prompt:
-    """The user turn of a chat, or raw text to go on from; where the item has a response, that with holes."""
+    """The user turn of a chat, or raw text to go on from; where the item has a response or parts, a text with holes.
+
+    Raises UserError for a text of which nothing would be visible, or nothing hidden.
+    """
+    if item.parts:
+        return _hidden_parts(tokenizer, item)
     if benchmark.chat:
         ids = prompt_ids(tokenizer, item.prompt, policy)
     else:
-        ids = list(tokenizer(item.prompt)["input_ids"])
+        ids = list(tokenizer(item.prompt, add_special_tokens=item.response is None)["input_ids"])
     if item.response is None:
         return Prompt(ids=ids, max_new_tokens=benchmark.max_new_tokens)
-    response = response_ids(tokenizer, item.response)
-    start, most = len(ids), len(response) - 1  # the end of the turn stays: it says how long the response is
-    drawn = random.Random(item.id).sample(range(start, start + most), max(1, round(item.hidden * most)))
-    holes = set(drawn)
-    text = [*ids, *response]
+    if benchmark.chat:
+        response = response_ids(tokenizer, item.response)
+        most = len(response) - 1  # the end of the turn stays: it says how long the response is
+    else:
+        response = plain_ids(tokenizer, item.response)[: item.length]
+        most = len(response)
+    start = len(ids)
+    count = min(max(1, round(item.hidden * most)), start + len(response) - 1)  # at least one token is visible
+    holes = random.Random(item.id).sample(range(start, start + most), count)
+    return _with_holes(item, [*ids, *response], set(holes), start=start)
+
+
+def _hidden_parts(tokenizer: PreTrainedTokenizerBase, item: Item) -> Prompt:
+    """Each part's tokens apart, so that no token holds both hidden and visible text."""
+    text: list[int] = []
+    holes: set[int] = set()
+    for part, hidden in item.parts:
+        ids = plain_ids(tokenizer, part)
+        holes |= set(range(len(text), len(text) + len(ids))) if hidden else set()
+        text += ids
+    return _with_holes(item, text, holes, start=None)
+
+
+def _with_holes(item: Item, text: Sequence[int], holes: set[int], *, start: int | None) -> Prompt:
     seen = [position for position in range(len(text)) if position not in holes]
+    if not seen or not holes:
+        raise UserError(f"{item.id}: at least one token must be visible, and one hidden; its text has {len(text)}")
     return Prompt(
         ids=[text[position] for position in seen],
         max_new_tokens=len(holes),
         positions=[*seen, *sorted(holes)],
         start=start,
     )
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The text's tokens without any that the tokenizer would add."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -3,7 +3,7 @@
     {"schema": 2, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
 
 A row is one decoder on one benchmark at one temperature: counts over its prompts (COUNTS), ratios of these sums,
-quality, speed and intervals. Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the
+quality (a share of right answers), `scores` (continuous ones: {name: {mean, se, n}}), speed and intervals. Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the
 counts, so that no reader has to know how many tokens a prefill emits or which passes were rounds.
 """
 
@@ -86,7 +86,7 @@ def load(folder: Path) -> dict[str, Any]:
         run, schema = results["run"], results.get("schema", 1)
         if schema > SCHEMA:
             raise UserError(f"{path} has schema {schema}, this dspec reads up to {SCHEMA}: update dspec")
-        rows = [_upgraded(row) if schema == 1 else row for row in results["rows"]]
+        rows = [{"scores": {}, **(_upgraded(row) if schema == 1 else row)} for row in results["rows"]]
         pool(rows)
         _ = run["seed"], run["config"], [(r["method"], r["benchmark"], r["decoder"]["temperature"]) for r in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
