@@ -3,8 +3,9 @@
     {"schema": 2, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
 
 A row is one decoder on one benchmark at one temperature: counts over its prompts (COUNTS), ratios of these sums,
-quality (a share of right answers), `scores` (continuous ones: {name: {mean, se, n}}), speed and intervals. Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the
-counts, so that no reader has to know how many tokens a prefill emits or which passes were rounds.
+quality (a share of right answers), `scores` (continuous ones: {name: {mean, se, n}}), speed and intervals. Any further
+pooling (over benchmarks, over runs) goes through `pool` and starts from the counts, so that no reader has to know how
+many tokens a prefill emits or which passes were rounds.
 """
 
 import json

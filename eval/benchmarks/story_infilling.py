@@ -89,7 +89,7 @@ def _check_hidden(hidden: Sequence[int]) -> list[int]:
     right = all(type(i) is int and 1 <= i <= SENTENCES for i in numbers) and 1 <= len(set(numbers)) < SENTENCES
     if not right or len(set(numbers)) < len(numbers):
         raise UserError(
-            f"hidden_sentences={numbers} must name some of the sentences 1 to {SENTENCES}, and not all of them, such as "
-            "[3] or [2,3,4]"
+            f"hidden_sentences={numbers} must name some of the sentences 1 to {SENTENCES}, and not all, such as [3] or "
+            "[2,3,4]"
         )
     return sorted(numbers)
