@@ -47,6 +47,7 @@ _WHOLE: dict[str, int | None] = {
     "folds": 1,
     "bins": 1,
     "num_drafts": 1,
+    "num_orders": 1,
     "max_ngram": 1,
     "blocks": 1,
     "pool_size": 0,
@@ -263,7 +264,8 @@ def _check_method(method: Any) -> None:
 def _check_decoders(config: Any, *, base: str) -> None:
     """Raises UserError for decoders without their drafter, their baseline, or the decoder whose settings they copy."""
     decoders = config.get("decoder") or {}
-    infilling = all(str(node.get("_target_")).endswith((".any_subset", ".assd")) for node in decoders.values())
+    fills = (".any_subset", ".assd", ".sigma_gpt")
+    infilling = all(str(node.get("_target_")).endswith(fills) for node in decoders.values())
     if base == "train" and not infilling and "autoregressive" not in decoders:
         names = ",".join(decoders)
         raise UserError(f"speeds are measured against plain AR: use decoder=[autoregressive,{names}]")
