@@ -71,7 +71,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item,
         most = len(response)
     start = len(ids)
     count = min(max(1, round(item.hidden * most)), start + len(response) - 1)  # at least one token is visible
-    holes = random.Random(item.id).sample(range(start, start + most), count)
+    places = range(start, start + most)
+    holes = places[-count:] if item.left_to_right else random.Random(item.id).sample(places, count)
     return _with_holes(item, [*ids, *response], set(holes), start=start)
 
 

@@ -20,6 +20,7 @@ class Item:
     response: str | None = None  # infilling: the reference, of which some tokens are hidden; None: all is to be written
     hidden: float = 0.0  # the share of its tokens that are
     length: int | None = None  # only the first so many tokens of the response are used; None: all
+    left_to_right: bool = False  # the hidden tokens are the last ones, not random ones
     parts: tuple[tuple[str, bool], ...] = ()  # infilling, in place of a response: consecutive texts, True: hidden whole
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from data.rows import Hub, Rows, load_rows
 from dspec.errors import UserError
-from eval.benchmarks.base import FileBenchmark, Item, check_whole
+from eval.benchmarks.base import FileBenchmark, Item, check_switch, check_whole
 from eval.benchmarks.embedded import Embedded
 from eval.benchmarks.embedded_infilling import check_share
 from eval.perplexity import JudgeModel
@@ -27,16 +27,25 @@ class WikiText(FileBenchmark):
     stop: tuple[str, ...] = ()
 
     def __init__(
-        self, *, length: int, hidden: float, judge_model: JudgeModel, limit: int | None, seed: int | None
+        self,
+        *,
+        length: int,
+        hidden: float,
+        left_to_right: bool,
+        judge_model: JudgeModel,
+        limit: int | None,
+        seed: int | None,
     ) -> None:
-        """`hidden` is the share of a row's tokens that are holes."""
+        """`hidden` is the share of a row's tokens that are holes: random ones, or the last (`left_to_right`)."""
         check_whole(2, length=length)
+        check_switch(left_to_right=left_to_right)
         self._length, self._hidden, self._judge_model = length, check_share(hidden), judge_model
+        self._left_to_right = left_to_right
         hub = Hub("Salesforce/wikitext", ["wikitext-2-v1"], "test")
         super().__init__(
             _in_pieces(load_rows("wikitext2_test", hub=hub, fields=("text",)), words=length),
             key=lambda i, _: f"wikitext2/test/{i:04d}",
-            describes=f"rows of {length} tokens with {hidden:g} of them hidden",
+            describes=f"rows of {length} tokens with {hidden:g} of them hidden" + (", the last" * left_to_right),
             limit=limit,
             seed=seed,
             max_new_tokens=1,
@@ -46,7 +55,8 @@ class WikiText(FileBenchmark):
         return str(row["text"])
 
     def items(self) -> list[Item]:
-        return [Item(id_, "", row["text"], self._hidden, self._length) for id_, row in self._rows.items()]
+        how = {"hidden": self._hidden, "length": self._length, "left_to_right": self._left_to_right}
+        return [Item(id_, "", row["text"], **how) for id_, row in self._rows.items()]
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         return {}

@@ -19,6 +19,7 @@ from dspec.config import one_line_errors
 from dspec.decoding.generation import Generation
 from dspec.errors import UserError
 from eval.reports.report import Report
+from eval.reports.scores import mean_cell
 from eval.reports.table import aligned
 from eval.results import load
 from eval.rows import mean_and_error
@@ -26,10 +27,10 @@ from eval.samples import Sample, read_samples
 
 BIASED = "~"  # suffix of a decoder that has not its baseline's distribution
 LEGEND = f"""\
-mean ± standard error over prompts; p: paired tests against the baseline on the same
-prompts, Student's t and Wilcoxon's signed ranks
-NFE: passes of the model = those that test drafts (oracle) + the others (draft: they
-draft, or give one token); aux: passes of another drafter, such as n-grams
+mean ± standard error over prompts; p: paired tests against the baseline on the
+same prompts, Student's t and Wilcoxon's signed ranks
+NFE: passes of the model: those that test drafts (oracle), and the others (draft:
+they draft, or give one token); aux: passes of another drafter, such as n-grams
 {BIASED}: not its baseline's distribution: biased, or lossy by a tolerance"""
 
 Entry = dict[str, Any]
@@ -143,16 +144,7 @@ def _method(entry: Entry) -> str:
 
 
 def _mean(entry: Entry, name: str) -> str:
-    found = entry["measures"].get(name)
-    if found is None:
-        return "–"
-    return _number(found["mean"]) if found["se"] is None else f"{_number(found['mean'])} ± {_number(found['se'])}"
-
-
-def _number(value: float) -> str:
-    """Four significant digits at most, none of them after a decimal point from 1000 on."""
-    size = abs(value)
-    return f"{value:.{0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 10 else 3}f}"
+    return mean_cell(entry["measures"].get(name))
 
 
 def _change(entry: Entry, name: str) -> str:

@@ -44,6 +44,9 @@ class Echo:
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         return {"answered": bool(answer), "long": len(answer) > 20}
 
+    def continuous_scores(self, item: Item, answer: str) -> dict[str, float]:
+        return {"characters": float(len(answer))} if answer else {}
+
     def source(self) -> dict[str, Any]:
         return {"origin": "this test"}
 
