@@ -55,8 +55,10 @@ class WikiText(FileBenchmark):
         return str(row["text"])
 
     def items(self) -> list[Item]:
-        how = {"hidden": self._hidden, "length": self._length, "left_to_right": self._left_to_right}
-        return [Item(id_, "", row["text"], **how) for id_, row in self._rows.items()]
+        return [
+            Item(id_, "", row["text"], self._hidden, length=self._length, left_to_right=self._left_to_right)
+            for id_, row in self._rows.items()
+        ]
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         return {}

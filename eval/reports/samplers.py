@@ -29,7 +29,7 @@ BIASED = "~"  # suffix of a decoder that has not its baseline's distribution
 LEGEND = f"""\
 mean ± standard error over prompts; p: paired tests against the baseline on the
 same prompts, Student's t and Wilcoxon's signed ranks
-NFE: passes of the model: those that test drafts (oracle), and the others (draft:
+NFE: passes of the model: those that test drafts (oracle) and the others (draft:
 they draft, or give one token); aux: passes of another drafter, such as n-grams
 {BIASED}: not its baseline's distribution: biased, or lossy by a tolerance"""
 
