@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from data.rows import Rows
-from data.stories import SENTENCES, fables, roc_stories
+from data.story_rows import SENTENCES, fables, roc_stories
 from dspec.errors import UserError
 from eval.benchmarks.base import FileBenchmark, Item
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data.chat import PromptPolicy
-from data.stories import fables, roc_stories
+from data.story_rows import fables, roc_stories
 from dspec.config import composed, instantiate
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
