@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig, Inquiry, ask
+from dspec.decoding.any_subset import AnySubset, AnySubsetConfig, RowQuery, query_logits
 from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
@@ -80,21 +80,21 @@ class SigmaGPT(AnySubset):
 
     def _advance(self, state: State, starts: Sequence[int]) -> None:
         """One pass over the text from `starts` on: draft where a row has no drafts, else test them."""
-        # 1. what each row asks: once, or once per order
-        asked: list[Inquiry] = []
+        # 1. each row's queries: one for its drafts, or one per order that is tested
+        queries: list[RowQuery] = []
         orders: list[Tensor] = []  # [O, R] of each row, indices of missing tokens
-        first: list[int] = []  # index of each row's first inquiry
+        first: list[int] = []  # index of each row's first query
         for row, rnd, start in zip(state.rows, state.parts[ROUNDS], starts, strict=True):
             orders.append(self._orders(row, rnd))
-            first.append(len(asked))
-            asked += [_inquiry(row, rnd, order, start) for order in orders[-1].tolist()]
+            first.append(len(queries))
+            queries += [_row_query(row, rnd, order, start) for order in orders[-1].tolist()]
         owner = [b for b, row_orders in enumerate(orders) for _ in row_orders]
         if len(owner) > len(state.rows):
             state.cache.select(owner)
-        logits = ask(self.target, asked, cache=state.cache)
+        logits = query_logits(self.target, queries, cache=state.cache)
 
         # 2. draft, or commit what the best order accepts; its keys and values stay
-        width = max(inquiry.width for inquiry in asked)
+        width = max(query.width for query in queries)
         kept = []
         for row, rnd, row_orders, at in zip(state.rows, state.parts[ROUNDS], orders, first, strict=True):
             kept.append(at)
@@ -119,17 +119,17 @@ class SigmaGPT(AnySubset):
         return rnd.uniforms.take(self.num_orders * missing).view(self.num_orders, missing).argsort(-1).cpu()
 
 
-def _inquiry(row: Row, rnd: Round, order: Sequence[int], start: int) -> Inquiry:
+def _row_query(row: Row, rnd: Round, order: Sequence[int], start: int) -> RowQuery:
     """Queries for all missing tokens in this order: each given the text, and the drafts before it if there are any."""
-    known, asked = len(row.text), range(len(row.text), len(rnd.positions))
+    known, queried = len(row.text), range(len(row.text), len(rnd.positions))
     drafts = [] if rnd.drafts is None else rnd.drafts.tokens[list(order[:-1])].tolist()
-    return Inquiry(
+    return RowQuery(
         tokens=[*row.text, *drafts],
         start=start,
         prompt=len(row.request.ids),
         positions=[*rnd.positions[:known], *(rnd.positions[known + i] for i in order)],
-        asked=asked,
-        limits=[known] * len(asked) if rnd.drafts is None else asked,
+        queried=queried,
+        limits=[known] * len(queried) if rnd.drafts is None else queried,
     )
 
 

@@ -70,15 +70,15 @@ def compare(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample]) -> lis
     entries = []
     for row in rows:
         group = (row["benchmark"], row["decoder"]["temperature"])
-        values, baseline = found[*group, row["decoder"]["name"]], found[*group, row["serial"]]
-        is_baseline = row["decoder"]["name"] == row["serial"]
+        values, baseline = found[*group, row["decoder"]["name"]], found[*group, row["baseline"]]
+        is_baseline = row["decoder"]["name"] == row["baseline"]
         compared = {
             name: mean_and_error(list(per_prompt.values()))
             | ({} if is_baseline else {"paired": paired_tests(per_prompt, baseline.get(name, {}))})
             for name, per_prompt in values.items()
         }
         named = {"benchmark": row["benchmark"], "temperature": group[1], "method": row["method"], "n": row["n"]}
-        decoder = {"decoder": row["decoder"], "baseline": row["serial"], "lossless": row["lossless"]}
+        decoder = {"decoder": row["decoder"], "baseline": row["baseline"], "lossless": row["lossless"]}
         entries.append(named | decoder | {"measures": compared})
     return entries
 

@@ -110,7 +110,7 @@ def test_rows_and_table(target: LanguageModel, tmp_path: Path) -> None:
     scored = [len(s["text"]) for s in map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines()[1:5])]
     assert rows[0]["scores"]["characters"]["mean"] == sum(scored[::2]) / 2
     assert rows[0]["scores"]["characters"]["n"] == 2
-    assert (rows[0]["serial"], rows[1]["serial"], rows[1]["lossless"]) == ("autoregressive", "autoregressive", True)
+    assert (rows[0]["baseline"], rows[1]["baseline"], rows[1]["lossless"]) == ("autoregressive", "autoregressive", True)
     text = table(rows, trusted=True)
     assert "echo, T=0, 2 prompts, answered" in text
     assert "prompt lookup" in text
@@ -122,7 +122,7 @@ def test_rows_and_table(target: LanguageModel, tmp_path: Path) -> None:
         target, tmp_path / "c.jsonl", evaluation(0.9, temperatures=[0.0], generate_prompts=0), Echo(PROMPTS[:2])
     )
     assert (check["trusted"], check["ar_over_generate"]) == (None, None)
-    assert "not timed" in gate_note(check)
+    assert "not timed" in gate_note(check, rows)
 
 
 def test_a_benchmark_without_quality_shows_none(target: LanguageModel, tmp_path: Path) -> None:
@@ -283,6 +283,25 @@ def test_resuming_on_other_data_is_refused(target: LanguageModel, tmp_path: Path
     assert path.read_bytes() == before
 
 
+def test_resuming_with_another_drafter_is_refused(target: LanguageModel, tmp_path: Path) -> None:
+    """The drafter's weights count, and so does whether there is one."""
+    drafters = [None, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+    def go(path: Path, draft: Any) -> None:
+        evaluation(0.0, temperatures=[0.0], generate_prompts=0, warmup=0, limit=1).rows(
+            target=target, draft=draft, specs={"autoregressive": SPECS["autoregressive"]},
+            benchmarks={"echo": Echo(PROMPTS, 2)}, policy=POLICY, stop_ids=target.stop_ids, samples=path, settings={},
+        )  # fmt: skip
+
+    for i, first in enumerate(drafters):
+        path = tmp_path / f"{i}.jsonl"
+        go(path, first)
+        go(path, first)
+        for other in drafters[:i] + drafters[i + 1 :]:
+            with pytest.raises(UserError, match=r"another weights\.draft"):
+                go(path, other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_limit_can_grow(target: LanguageModel, tmp_path: Path, batch_size: int) -> None:
@@ -304,7 +323,7 @@ def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Pa
         evaluation(0.0, generate_prompts=0).rows(
             target=target, draft=None, specs=SPECS, benchmarks={"one": Echo(PROMPTS[:1]), "two": echo},
             policy=POLICY, stop_ids=target.stop_ids, samples=tmp_path / "a.jsonl", settings={},
-            grown=lambda rows, check: grown.append(len(rows)),
+            on_rows=lambda rows, check: grown.append(len(rows)),
         )  # fmt: skip
 
     broken = Echo(PROMPTS[:1])
@@ -333,7 +352,7 @@ def test_each_decoder_goes_first_in_its_turn(
 
 
 @pytest.mark.slow
-def test_each_spec_stands_against_the_serial_decoder_of_its_own_weights(tmp_path: Path) -> None:
+def test_each_spec_stands_against_the_baseline_of_its_own_weights(tmp_path: Path) -> None:
     """A method that trains the target: the base beside it, each with its own mismatches, and two speedups."""
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():

@@ -33,7 +33,7 @@ def sample(decoder: str, i: int, passes: Sequence[Pass], *, batch: int | None = 
 
 def row(decoder: str, *, lossless: bool = True) -> dict[str, Any]:
     return {
-        "method": decoder, "decoder": {"name": decoder, "temperature": 1.0}, "serial": "any_subset", "benchmark": "b",
+        "method": decoder, "decoder": {"name": decoder, "temperature": 1.0}, "baseline": "any_subset", "benchmark": "b",
         "lossless": lossless, "n": 5,
     }  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_the_report_reads_a_runs_folder(tmp_path: Path) -> None:
                             "branch_forwards"), 1)  # fmt: skip
     rows = [row(name) | counts for name in ("any_subset", "assd")]
     run = {"seed": 0, "config": {}, "ar_check": {"trusted": None}, "complete": True}
-    (tmp_path / "results.json").write_text(json.dumps({"schema": 2, "run": run, "rows": rows, "calibration": None}))
+    (tmp_path / "results.json").write_text(json.dumps({"schema": 3, "run": run, "rows": rows, "calibration": None}))
     assert [r["scores"] for r in load(tmp_path)["rows"]] == [{}, {}]  # written before there were scores
     with pytest.raises(UserError, match=r"samples.jsonl is missing"):
         report(tmp_path)
