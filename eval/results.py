@@ -45,8 +45,11 @@ def assemble(
 
 def reference(decoders: Container[str]) -> str:
     """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
-    if it is there, else AR, else (infilling) any_subset."""
-    return next(name for name in (AR_OF_BASE, AR, ANY_SUBSET) if name in decoders)
+    if it is there, else AR; of infilling, any_subset likewise. Raises UserError if none of them is there."""
+    for name in (AR_OF_BASE, AR, f"base_{ANY_SUBSET}", ANY_SUBSET):
+        if name in decoders:
+            return name
+    raise UserError(f"no decoder that emits one token per pass ({AR} or {ANY_SUBSET}): quality has no reference")
 
 
 def baseline_label(baselines: Iterable[str]) -> str:
