@@ -31,6 +31,7 @@ _LEAST = {
     "folds": 1,
     "bins": 1,
     "num_drafts": 1,
+    "num_orders": 1,
     "max_ngram": 1,
     "blocks": 1,
     "pool_size": 0,

@@ -99,6 +99,11 @@ def assd(
     return _spec(label, weights, base, partial(factory.any_subset, config=config), baseline=ANY_SUBSET)
 
 
+def sigma_gpt(*, label: str, weights: str, base: Base, num_orders: int) -> DecoderSpec:
+    """Rejection sampling in random orders (sigma-GPT): biased; the drafter is not used."""
+    return _spec(label, weights, base, partial(factory.sigma_gpt, num_orders=num_orders), baseline=ANY_SUBSET)
+
+
 def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str = AR) -> DecoderSpec:
     """`baseline` is that of the trained weights; the base has its own. Raises UserError for unknown `weights`."""
     if weights not in ("trained", "base"):

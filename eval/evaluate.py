@@ -290,6 +290,7 @@ class Evaluation:
                             prompt_sha256=digest(prompt.key),
                             text=text,
                             verdicts=condition.benchmark.score(item, text),
+                            scores=condition.benchmark.continuous_scores(item, text),
                             generation=generation,
                             seconds=seconds,
                         )

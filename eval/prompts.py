@@ -72,21 +72,29 @@ def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item,
     if benchmark.chat:
         ids = prompt_ids(tokenizer, item.prompt, policy)
     else:
-        ids = list(tokenizer(item.prompt)["input_ids"])
+        ids = list(tokenizer(item.prompt, add_special_tokens=item.response is None)["input_ids"])
     if item.response is None:
         return Prompt(ids=ids, max_new_tokens=benchmark.max_new_tokens)
-    response = response_ids(tokenizer, item.response)
-    holes = _random_holes(item, len(ids), len(response) - 1)  # the end of the turn stays: it tells the length
+    if benchmark.chat:
+        response = response_ids(tokenizer, item.response)
+        most = len(response) - 1  # the end of the turn stays: it says how long the response is
+    else:
+        response = plain_ids(tokenizer, item.response)[: item.length]
+        most = len(response)
+    count = min(max(1, round(item.hidden * most)), len(ids) + len(response) - 1)  # at least one token is visible
+    holes = _holes(item, range(len(ids), len(ids) + most), count)
     return _with_holes(item, [*ids, *response], set(holes), start=len(ids))
 
 
-def _random_holes(item: Item, start: int, most: int) -> Sequence[int]:
-    """The hidden places among `most` from `start` on, drawn by the item's id."""
-    rng, count = random.Random(item.id), max(1, round(item.hidden * most))
+def _holes(item: Item, places: range, count: int) -> Sequence[int]:
+    """The hidden ones of `places`: the last, a run of neighbours, or any, drawn by the item's id."""
+    if item.left_to_right:
+        return places[-count:]
+    rng = random.Random(item.id)
     if not item.contiguous:
-        return rng.sample(range(start, start + most), count)
-    first = start + rng.randint(0, most - count)
-    return range(first, first + count)
+        return rng.sample(places, count)
+    first = rng.randint(0, len(places) - count)
+    return places[first : first + count]
 
 
 def _hidden_parts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> Prompt:
@@ -95,7 +103,7 @@ def _hidden_parts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item
     text = prompt_ids(tokenizer, item.prompt, policy) if benchmark.chat else []
     holes: set[int] = set()
     for part, hidden in item.parts:
-        ids = list(tokenizer(part, add_special_tokens=False)["input_ids"])
+        ids = plain_ids(tokenizer, part)
         if item.exact and text_of(tokenizer, ids) != part:
             raise UnfitError(
                 f"{item.id}: the tokens of {tokenizer.name_or_path!r} do not give back its text exactly (spaces or "
@@ -117,3 +125,8 @@ def _with_holes(item: Item, text: Sequence[int], holes: set[int], *, start: int 
         positions=[*seen, *sorted(holes)],
         start=start,
     )
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The text's tokens without any that the tokenizer would add."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

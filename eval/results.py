@@ -3,8 +3,9 @@
     {"schema": 3, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
 
 A row is one decoder on one benchmark at one temperature: counts over its prompts (COUNTS), ratios of these sums,
-quality, speed and intervals. `baseline` is the decoder of the same weights that emits one token per pass: `speedup` is
-over it. `reference` is the decoder that all rows of a benchmark share: `speedup_vs_base_ar` is over that.
+quality (a proportion of right answers), `scores` (continuous ones: {name: {mean, se, n}}), speed and intervals.
+`baseline` is the decoder of the same weights that emits one token per pass: `speedup` is over it. `reference` is the
+decoder that all rows of a benchmark share: `speedup_vs_base_ar` is over that.
 
 Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the counts, so that no reader has
 to know how many tokens a prefill emits or which passes were rounds.
@@ -121,7 +122,7 @@ def _upgraded(row: ResultRow, schema: int) -> ResultRow:
 
     Schema 2 had `serial` for `baseline`, and no `reference`. Schema 1 lacked some counts: each of its decoders emitted
     one token in a prompt's prefill, and tau was the mean over rounds; passes over several branches came later. Its
-    first files had no `serial`: the baseline was AR.
+    first files had no `serial`: the baseline was AR. `scores` came within schema 3.
     """
     if schema < 3:
         row = {**row, "baseline": row.get("serial", AR)}
@@ -130,7 +131,7 @@ def _upgraded(row: ResultRow, schema: int) -> ResultRow:
         rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0
         old = {"prefill_tokens": row["n"], "rounds": rounds, "positions_computed": 0}
         row = {**old, "branch_forwards": row["nfe"] - row["nfe_prefill"], **row}
-    return row
+    return {"scores": {}, **row}
 
 
 def kept_ar_check(folder: Path) -> dict[str, Any] | None:

@@ -201,10 +201,15 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     ends = [f"{name}_{end}" for name in ("quality", "tau", "tpf", "speedup") for end in ("low", "high")]
-    writer.writerow(["benchmark", "temperature", "method", "decoder", "target", "n", *_PLAIN, *ends, "speedup_trusted"])
+    scores = [
+        (name, part) for name in dict.fromkeys(n for r in rows for n in r.get("scores", {})) for part in ("mean", "se")
+    ]
+    first = ["benchmark", "temperature", "method", "decoder", "target", "n"]
+    writer.writerow([*first, *_PLAIN, *ends, "speedup_trusted", *(f"{name}_{part}" for name, part in scores)])
     for row in rows:
         named = [row["benchmark"], row["decoder"]["temperature"], row["method"], row["decoder"]["name"], row["target"]]
         intervals = [row["interval_95"][name] or (None, None) for name in ("quality", "tau", "tpf", "speedup")]
+        found = [row.get("scores", {}).get(name, {}).get(part) for name, part in scores]
         writer.writerow(
             [
                 *named,
@@ -212,6 +217,7 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
                 *(row[name] for name in _PLAIN),
                 *(x for i in intervals for x in i),
                 trusted if over_ar(row["baseline"]) else None,
+                *found,
             ]
         )
     return file.getvalue()

@@ -125,6 +125,7 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
     "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
     "base_any_subset": "base, any-subset", "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
+    "sigma_gpt": "sigma-GPT (biased)",
 }  # fmt: skip
 
 
