@@ -182,7 +182,7 @@ def test_parts_need_something_to_see_and_to_fill(folder: Path, tokenizer: Any) -
     rocstories(folder)
     benchmark = RocStories(hidden_sentences=[3], limit=None, seed=None)
     for parts in ((("all", True),), (("all", False),), (("", True), ("all", False))):
-        with pytest.raises(UserError, match="at least one token must be visible, and one hidden"):
+        with pytest.raises(UserError, match="infilling needs one of each"):
             encode(tokenizer, benchmark, Item("a", "", parts=parts), POLICY)
 
 
