@@ -15,10 +15,10 @@ from dspec.decoding.any_subset import AnySubsetConfig
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
 from eval.results import AR, AR_OF_BASE
 
-Base = Callable[[], LanguageModel]
+Base = Callable[[], Backbone]
 Build = Callable[..., Decoder]
 ANY_SUBSET = "any_subset"  # the serial decoder of texts that are filled in at chosen positions: AR cannot do that
 
@@ -37,7 +37,7 @@ class DecoderSpec:
     infills: bool = False
     of_base: bool = False
 
-    def check(self, *, target: LanguageModel, draft: Any) -> None:
+    def check(self, *, target: Backbone, draft: Any) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
         if not self.of_base:
             self.build(target=target, draft=draft)
@@ -109,6 +109,6 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = A
     return DecoderSpec(label=label, build=own, baseline=f"base_{serial}", infills=True, of_base=True)
 
 
-def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:
+def on_base(*, target: Backbone, base: Base, build: Build, **parts: Any) -> Decoder:
     """`build` on the base, in the trained target's dtype and on its device; without the target's drafter."""
     return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})

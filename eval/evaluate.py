@@ -18,8 +18,8 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
@@ -69,7 +69,7 @@ class Evaluation:
     def encode_prompts(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
@@ -99,7 +99,7 @@ class Evaluation:
     def __call__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
@@ -139,7 +139,7 @@ class Evaluation:
     def rows(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
@@ -194,7 +194,7 @@ class Evaluation:
 
     def _gate(
         self,
-        target: LanguageModel,
+        target: Backbone,
         benchmarks: Mapping[str, Benchmark],
         encoded: Mapping[str, Prompts],
         stop_ids: Sequence[int],
@@ -217,7 +217,7 @@ class Evaluation:
 
     def _run(
         self,
-        target: LanguageModel,
+        target: Backbone,
         name: str,
         benchmark: Benchmark,
         decoders: Mapping[str, Decoder],
@@ -282,7 +282,7 @@ class Evaluation:
 
     def _rows(
         self,
-        target: LanguageModel,
+        target: Backbone,
         name: str,
         benchmark: Benchmark,
         specs: Mapping[str, DecoderSpec],

@@ -37,12 +37,11 @@ from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dspec.atomic import atomic_folder
-from dspec.attention import masks
 from dspec.errors import UserError
-from dspec.losses import check_chunk, chunked_sum, token_loss_without
+from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_without
 from dspec.method import Batch, LossOutput, Method
 from dspec.methods.jacobi_forcing import Tuning
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
 from dspec.precision import widest
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # n * it mod 1 fills [0, 1) evenly over any stretch of n
@@ -141,7 +140,7 @@ class ASARM(Method):
     def __init__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         tuning: Tuning,
         rate: MaskRate,
         order: str,
@@ -197,9 +196,7 @@ class ASARM(Method):
         made, device = layout(orders), batch.ids_BL.device
         positions, limit, query = (t.to(device) for t in (made.position_BL, made.limit_BL, made.query_BL))
         content_BL = batch.ids_BL.gather(1, positions)
-        ids_BL = torch.where(query, self.mask_token_id, content_BL)
-        mask = masks.any_subset(limit, torch.zeros(len(orders), dtype=torch.long, device=device))
-        hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
+        hidden = self.target.any_subset(content_BL, positions_BL=positions, limit_BL=limit, query_BL=query)
         # 2. the token at each query's position; a MASK in the text is context alone, no softmax has it
         chosen = query & (content_BL != self.mask_token_id)
         count_B = chosen.sum(1)
@@ -209,7 +206,7 @@ class ASARM(Method):
             weight_B, total = 1 / count_B.clamp(min=1).to(widest(device)), (count_B > 0).sum()
         loss_sum, stats = chunked_sum(
             token_loss_without(self.mask_token_id),
-            terms=[(hidden[chosen], self.target.lm_head.weight)],
+            terms=head_terms(self.target.lm_head, hidden[chosen]),
             constants=[weight_B[:, None].expand(chosen.shape)[chosen], content_BL[chosen]],
             chunk_mb=self.chunk_mb,
         )

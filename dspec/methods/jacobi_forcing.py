@@ -33,7 +33,8 @@ from dspec.jacobi_forcing.packing import TrajectoryBatch
 from dspec.jacobi_forcing.teachers import Teacher
 from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
 from dspec.method import Batch, LossOutput, Method
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
+from dspec.models.language_model import LanguageModel, causal
 from dspec.precision import widest
 
 Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
@@ -57,11 +58,11 @@ def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
 class Tuning(Protocol):
     """Which weights are trained."""
 
-    def prepare(self, target: LanguageModel) -> None:
+    def prepare(self, target: Backbone) -> None:
         """Marks (or adds) the trained weights."""
         ...
 
-    def merge(self, target: LanguageModel) -> None:
+    def merge(self, target: Backbone) -> None:
         """Merges what was trained into the weights of a plain model."""
         ...
 
@@ -77,14 +78,14 @@ class FullFineTuning:
         self.interpolation = _interpolation(interpolation)
         self._before: dict[str, Tensor] = {}
 
-    def prepare(self, target: LanguageModel) -> None:
+    def prepare(self, target: Backbone) -> None:
         target.model.requires_grad_(True)
         if self.interpolation < 1:
             wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in target.model.named_parameters()}
             self._before = {name: p.detach().to(wide[name], copy=True) for name, p in target.model.named_parameters()}
 
     @torch.no_grad()
-    def merge(self, target: LanguageModel) -> None:
+    def merge(self, target: Backbone) -> None:
         for name, before in self._before.items():
             parameter = target.model.get_parameter(name)
             parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.interpolation))
@@ -99,7 +100,7 @@ class LoRA:
         self.rank, self.alpha, self.modules = rank, alpha, modules
         self.interpolation = _interpolation(interpolation)
 
-    def prepare(self, target: LanguageModel) -> None:
+    def prepare(self, target: Backbone) -> None:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
@@ -107,7 +108,7 @@ class LoRA:
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
         inject_adapter_in_model(config, target.model)
 
-    def merge(self, target: LanguageModel) -> None:
+    def merge(self, target: Backbone) -> None:
         from peft.tuners.lora import LoraLayer
 
         for name, layer in list(target.model.named_modules()):
@@ -153,6 +154,7 @@ class JacobiForcing(Method):
             raise UserError(f"method.temperature={temperature} must be above 0")
         if decay is not None and decay <= 0:
             raise UserError(f"method.decay={decay} must be above 0 tokens (null: all tokens count equally)")
+        target = causal(target)
         self.target, self.schedule, self.distance, self.window = target, schedule, distance, window
         self.teacher, self.tuning, self.normalisation = teacher, tuning, normalisation
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt

@@ -29,8 +29,8 @@ from dspec.atomic import write_json
 from dspec.config import instantiate, instantiate_decoders, remember_command
 from dspec.errors import UserError
 from dspec.method import Method
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
@@ -93,7 +93,7 @@ def prepare(cfg: DictConfig) -> Job:
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
     # models first: the rest is built for them; the random numbers of fresh weights depend on this order
-    target: LanguageModel = instantiate(cfg.target)
+    target: Backbone = instantiate(cfg.target)
     data = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
     models = Models(target=target, draft=draft)
