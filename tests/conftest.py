@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, XLNetConfig, XLNetLMHeadModel
 
-from dspec.calibration.sts import Calibration
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Request, requests
@@ -36,6 +35,7 @@ from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.models.backbone import Backbone
 from dspec.models.cache import PositionCache
+from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
 from dspec.models.xlnet import XLNet

@@ -11,7 +11,7 @@ from transformers import XLNetConfig, XLNetLMHeadModel
 
 from data.embedded.target import fresh_xlnet
 from dspec.decoding import factory
-from dspec.decoding.any_subset import Inquiry, ask
+from dspec.decoding.any_subset import RowQuery, query_logits
 from dspec.errors import UserError
 from dspec.methods.ar_base import ARBase
 from dspec.models.draft import build_draft
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def inquiry(rng: random.Random, vocab: int) -> Inquiry:
+def inquiry(rng: random.Random, vocab: int) -> RowQuery:
     """A prompt, some generated tokens, and queries for the next ones: each with its own limit, or one for all."""
     length = rng.randint(4, 14)
     positions = rng.sample(range(length + rng.choice([0, 5])), length)
@@ -33,7 +33,7 @@ def inquiry(rng: random.Random, vocab: int) -> Inquiry:
     asked = range(rng.randint(prompt, known), length)
     limits = [rng.randint(prompt, min(known, place)) for place in asked]
     tokens = [rng.randrange(vocab - 1) for _ in range(known)]
-    return Inquiry(tokens=tokens, start=0, prompt=prompt, positions=positions, asked=asked, limits=limits)
+    return RowQuery(tokens=tokens, start=0, prompt=prompt, positions=positions, queried=asked, limits=limits)
 
 
 @torch.no_grad()
@@ -41,8 +41,8 @@ def inquiry(rng: random.Random, vocab: int) -> Inquiry:
 def test_equals_the_two_stream_pass_of_transformers(toys: SimpleNamespace, seed: int) -> None:
     rng, of = random.Random(seed), toys.xlnet(seed=seed)
     rows = [inquiry(rng, 11) for _ in range(5)]
-    for row, got in zip(rows, ask(of, rows), strict=True):
-        for q, (place, limit) in enumerate(zip(row.asked, row.limits, strict=True)):
+    for row, got in zip(rows, query_logits(of, rows), strict=True):
+        for q, (place, limit) in enumerate(zip(row.queried, row.limits, strict=True)):
             known = row.tokens[:limit]
             alone = toys.conditional(of, known, row.positions, prompt=row.prompt, place=place)
             torch.testing.assert_close(got[q], alone, rtol=0, atol=1e-10)
@@ -54,9 +54,9 @@ def test_equals_transformers_in_float32(toys: SimpleNamespace) -> None:
     config = XLNetConfig(vocab_size=11, d_model=32, n_layer=3, n_head=4, d_inner=48, initializer_range=0.3)
     torch.manual_seed(0)
     of = XLNet(XLNetLMHeadModel(config), None, name="x", mask_token_id=10)
-    row = Inquiry(tokens=[1, 4, 2], start=0, prompt=2, positions=[0, 37, 4, 1, 39], asked=[3, 4], limits=[3, 2])
-    (got,) = ask(of, [row])
-    for q, (place, limit) in enumerate(zip(row.asked, row.limits, strict=True)):
+    row = RowQuery(tokens=[1, 4, 2], start=0, prompt=2, positions=[0, 37, 4, 1, 39], queried=[3, 4], limits=[3, 2])
+    (got,) = query_logits(of, [row])
+    for q, (place, limit) in enumerate(zip(row.queried, row.limits, strict=True)):
         known = row.tokens[:limit]
         alone = toys.conditional(of, known, row.positions, prompt=row.prompt, place=place)
         torch.testing.assert_close(got[q], alone, rtol=1e-4, atol=1e-4)
@@ -65,18 +65,18 @@ def test_equals_transformers_in_float32(toys: SimpleNamespace) -> None:
 
 def test_bfloat16_weights_run(toys: SimpleNamespace) -> None:
     """transformers' own two-stream pass crashes on them."""
-    row = Inquiry(tokens=[1, 4, 2], start=0, prompt=2, positions=[0, 3, 1, 2, 4], asked=[3, 4], limits=[3, 3])
+    row = RowQuery(tokens=[1, 4, 2], start=0, prompt=2, positions=[0, 3, 1, 2, 4], queried=[3, 4], limits=[3, 3])
     with torch.no_grad():
-        exact, rounded = (ask(toys.xlnet(scale=0.2, dtype=d), [row]) for d in (torch.float32, torch.bfloat16))
+        exact, rounded = (query_logits(toys.xlnet(scale=0.2, dtype=d), [row]) for d in (torch.float32, torch.bfloat16))
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), exact, rtol=0.1, atol=0.1)
 
 
 def test_a_query_that_sees_nothing_is_refused(toys: SimpleNamespace) -> None:
     of = toys.xlnet()
-    row = Inquiry(tokens=[], start=0, prompt=0, positions=[0, 1], asked=[0, 1], limits=[0, 0])
+    row = RowQuery(tokens=[], start=0, prompt=0, positions=[0, 1], queried=[0, 1], limits=[0, 0])
     with pytest.raises(UserError, match="at least one token must be visible"):
-        ask(of, [row])
+        query_logits(of, [row])
 
 
 @pytest.mark.parametrize("odd", [{"attn_type": "uni"}, {"bi_data": True}, {"clamp_len": 8}])
