@@ -38,6 +38,7 @@ _WHOLE: dict[str, int | None] = {
     "evaluation.warmup": 0,
     "evaluation.generate_prompts": 0,
     "data.validation": 0,
+    "data.window": 1,
     "optimizer.cycles": 1,
     "accumulate_grad_batches": 1,
     "num_anchors": 1,

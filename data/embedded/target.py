@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, XLNetConfig, XLNetLMHeadModel
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, XLNetConfig, XLNetLMHeadModel
 
 from data.embedded.corpus import corpus
 from data.embedded.tokenizer import build_tokenizer
@@ -22,13 +22,12 @@ def fresh_target(
     head_dim: int,
     intermediate_size: int,
     max_positions: int,
-    corpus_counts: Mapping[str, int],
+    corpus_counts: Mapping[str, int] | None,
     seed: int,
 ) -> LanguageModel:
-    """Random weights from the global generator; the tokenizer is learned from the training corpus."""
-    examples = corpus(counts=corpus_counts, split="train", seed=seed)
-    texts = [text for e in examples for text in (e.prompt, e.response)]
-    tokenizer = build_tokenizer(texts, vocab_size=vocab_size)
+    """Random weights from the global generator; the tokenizer is learned from the training corpus, or (None) the
+    embedded target's."""
+    tokenizer = embedded_tokenizer() if corpus_counts is None else _learned(corpus_counts, vocab_size, seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -44,6 +43,11 @@ def fresh_target(
     )
     model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
     return LanguageModel(model, tokenizer, name="tiny")
+
+
+def _learned(counts: Mapping[str, int], vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+    examples = corpus(counts=counts, split="train", seed=seed)
+    return build_tokenizer([text for e in examples for text in (e.prompt, e.response)], vocab_size=vocab_size)
 
 
 def fresh_xlnet(
