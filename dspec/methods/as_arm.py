@@ -12,12 +12,12 @@ comes first. The inputs of a row are its tokens by place, then its position quer
 
     [prompt, by position | predicted tokens | a position query for each predicted token]
 
-A position query is the MASK embedding at the position of its predicted token. The attention mask (eq. 6) is
-`any_subset` in attention/masks.py, as in decoding. Predicted tokens are in order of position (eq. 4: a binary lattice,
-2^N subsets) or in random order (any permutation, N! orders: the paper's ablation, Figure 3). MASK is never predicted:
-its logit is left out of the softmax, as in decoding.
+A position query is the MASK embedding at the position of its predicted token (XLNet has a vector of its own for it:
+models/xlnet.py). The attention mask (eq. 6) is `any_subset` in attention/masks.py, as in decoding. Predicted tokens are
+in order of position (eq. 4: a binary lattice, 2^N subsets) or in random order (any permutation, N! orders: the paper's
+ablation, Figure 3). MASK is never predicted: its logit is left out of the softmax, as in decoding.
 
-Departures: the model is an ordinary causal LM whose weights serve both streams, not XLNet; (sigma, m) is drawn for
+Departures: the model may be an ordinary causal LM whose weights serve both streams; (sigma, m) is drawn for
 each row (released code: once for a micro-batch); mask rates follow one low-discrepancy sequence over rows, accumulated
 batches and ranks (appendix E.1; the released code stratifies over accumulated batches or over ranks); validation uses
 the rates at the end of the ramp throughout, so that its losses are comparable; `lookahead` hides from a query some of

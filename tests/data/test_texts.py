@@ -1,7 +1,7 @@
 """Streams of texts: what a row holds, what each rank reads, and that a resumed stream goes on at the same row."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from datasets import IterableDataset
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy
@@ -92,17 +93,53 @@ def test_ranks_share_the_documents(target: LanguageModel, file: Path, ranks: int
     assert sorted(found) == sorted(wanted)
 
 
+class Files(Texts):
+    """A data set of several files, as those of the Hub are."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        super().__init__(path=None, repo="a/b", config=None, split="train", field="text")
+        self.paths = [str(path) for path in paths]
+
+    def stream(self) -> IterableDataset:
+        return IterableDataset.from_generator(rows_of, gen_kwargs={"paths": self.paths})
+
+
+def rows_of(paths: list[str]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        yield from (json.loads(line) for line in Path(path).read_text().splitlines())
+
+
+def of_files(target: LanguageModel, file: Path, count: int, **changes: Any) -> PackedTexts:
+    """The file's texts in so many files."""
+    lines = file.read_text().splitlines(keepends=True)
+    paths = [file.with_name(f"part{i}.jsonl") for i in range(count)]
+    for i, path in enumerate(paths):
+        path.write_text("".join(lines[i::count]))
+    made = stream(target, file, **changes)
+    made.source = Files(paths)
+    return made
+
+
+@pytest.mark.parametrize("files", [2, 3])
+def test_ranks_share_several_files(target: LanguageModel, file: Path, files: int) -> None:
+    """Whole files where that is fair."""
+    found = []
+    for rank in range(2):
+        found += set(documents(of_files(target, file, files, share=Share(rank, 2)), 600))
+    assert sorted(found) == sorted(expected(target, file))
+
+
 @pytest.mark.parametrize("done", [1, 4, 5, 11, 30])
-@pytest.mark.parametrize("row_length", [5, 16, 60])
+@pytest.mark.parametrize(("row_length", "files"), [(5, 1), (16, 1), (60, 1), (16, 4)])
 def test_a_resumed_stream_goes_on_at_the_same_row(
-    target: LanguageModel, file: Path, row_length: int, done: int
+    target: LanguageModel, file: Path, row_length: int, files: int, done: int
 ) -> None:
     """Within documents, windows and epochs, from a state that went through a file."""
     settings: dict[str, Any] = {"row_length": row_length, "share": Share(1, 2)}
-    whole = list(islice(iter(stream(target, file, **settings)), done + 20))
-    first = stream(target, file, **settings)
+    whole = list(islice(iter(of_files(target, file, files, **settings)), done + 20))
+    first = of_files(target, file, files, **settings)
     assert list(islice(iter(first), done)) == whole[:done]
-    resumed = stream(target, file, **settings)
+    resumed = of_files(target, file, files, **settings)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert list(islice(iter(resumed), 20)) == whole[done:]
 
