@@ -6,7 +6,7 @@ it is loaded when its first decoder is built, so that no training run holds a se
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class DecoderSpec:
 
     `baseline` names the decoder of the same weights that emits one token per pass: mismatches and speedup are relative
     to it. `infills`: whether it can fill holes at any positions; all others write left to right. `of_base`: whether it
-    decodes with the base before training.
+    decodes with the base before training. `needs_draft`: whether it needs a drafter.
     """
 
     label: str
@@ -37,6 +37,7 @@ class DecoderSpec:
     baseline: str = AR
     infills: bool = False
     of_base: bool = False
+    needs_draft: bool = False
 
     def check(self, *, target: Backbone, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
@@ -58,7 +59,7 @@ def speculative(
         "refinement_passes": refinement_passes,
         "confidence_threshold": confidence_threshold,
     }
-    return _spec(label, weights, base, partial(factory.speculative, **settings))
+    return replace(_spec(label, weights, base, partial(factory.speculative, **settings)), needs_draft=True)
 
 
 def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:

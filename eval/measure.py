@@ -10,9 +10,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import instantiate, instantiate_decoders, remember_command
+from dspec.config import check_decoders, instantiate, instantiate_decoders
+from dspec.config_types import check_types
 from dspec.decoding import factory
 from dspec.provenance import provenance
+from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
 from eval.decoders import DecoderSpec
@@ -38,13 +40,19 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     """Runs the decoders of `cfg`, and plain AR, on `benchmarks`. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
+    check_types(cfg)
+    check_decoders(
+        {AR: _plain_ar(), **instantiate_decoders(cfg)},
+        drafter=cfg.checkpoint is not None,
+        without="set checkpoint=<run folder>",
+    )
     evaluation = instantiate(cfg.evaluation)
     loaded = load_model(cfg)
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
     if AR not in specs and any(item.response is None for b in benchmarks.values() for item in b.items()[:1]):
-        specs = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **specs}
+        specs = {AR: _plain_ar(), **specs}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")
     results = evaluation(
@@ -62,3 +70,7 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     )
     write_json(run_dir / "config.json", plain)
     return EvaluationResult(loaded, specs, benchmarks, evaluation, results)
+
+
+def _plain_ar() -> DecoderSpec:
+    return DecoderSpec(label="AR", build=factory.autoregressive)

@@ -44,8 +44,11 @@ def assemble(
 
 def reference(decoders: Container[str]) -> str:
     """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
-    if it is there, else AR, else (infilling) any_subset."""
-    return next(name for name in (AR_OF_BASE, AR, ANY_SUBSET) if name in decoders)
+    if it is there, else AR; of infilling, any_subset likewise. Raises UserError if none of them is there."""
+    for name in (AR_OF_BASE, AR, f"base_{ANY_SUBSET}", ANY_SUBSET):
+        if name in decoders:
+            return name
+    raise UserError(f"no decoder that emits one token per pass ({AR} or {ANY_SUBSET}): quality has no reference")
 
 
 def baseline_label(baselines: Iterable[str]) -> str:
@@ -155,11 +158,3 @@ def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[s
             raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
         answered[name] = verdicts
     return found
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a nested config by dotted path."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    parts = (flat(inner, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())
-    return {path: leaf for part in parts for path, leaf in part.items()}

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
-from eval.results import flat
+from dspec.leaves import flat
 
 
 @dataclass(frozen=True, kw_only=True)

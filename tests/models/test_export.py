@@ -14,10 +14,11 @@ from dspec.jacobi_forcing.teachers import StopGradientTeacher
 from dspec.method import Method
 from dspec.methods.ar_base import ARBase
 from dspec.methods.as_arm import ASARM, MaskRate
-from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, LoRA, per_token
+from dspec.methods.jacobi_forcing import JacobiForcing, per_token
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.training import stages
 from dspec.training.models import Models
+from dspec.tuning import FullFineTuning, LoRA
 
 IDS = torch.tensor([[5, 3, 8, 1, 9, 30, 200]])
 
