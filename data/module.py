@@ -22,7 +22,8 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
+from dspec.models.language_model import causal
 from dspec.provenance import fingerprint
 
 Document = tuple[list[int], int]  # ids, and where the response starts
@@ -43,7 +44,7 @@ class Conversations(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         source: PromptSource,
         policy: PromptPolicy,
         regeneration: Regeneration | None,
@@ -106,7 +107,7 @@ class Conversations(L.LightningDataModule):
             path=self.responses_path,
             settings=self.settings(),
             prompts=self.encoded("train"),
-            decoder=Autoregressive(target=self.target),
+            decoder=Autoregressive(target=causal(self.target)),
             sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,
@@ -201,7 +202,7 @@ class PackedCorpus(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         policy: PromptPolicy,
         counts: Mapping[str, int],
         row_length: int,

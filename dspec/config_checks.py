@@ -23,6 +23,7 @@ _LEAST = {
     "evaluation.warmup": 0,
     "evaluation.generate_prompts": 0,
     "data.validation": 0,
+    "data.window": 1,
     "accumulate_grad_batches": 1,
     "num_anchors": 1,
     "block_size": 1,

@@ -24,7 +24,7 @@ from dspec.decoding.generation import Generation, Pass
 from dspec.decoding.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
 from dspec.provenance import fingerprint, provenance
 from dspec.run_folder import remember_command
 from dspec.terminal import quiet
@@ -48,7 +48,7 @@ class Distribution:
     """What scores: a model, and how it is read."""
 
     label: str
-    model: LanguageModel
+    model: Backbone
     any_subset: bool
 
 
@@ -85,7 +85,7 @@ class Task:
     left_out: int  # questions that cannot be scored
 
 
-def task(model: LanguageModel, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
+def task(model: Backbone, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
     """Leaves out what cannot be scored, with a warning. Raises UserError if nothing is left."""
     texts = []
     unfit: list[str] = []

@@ -54,7 +54,15 @@ def test_composed_config_is_the_reviewed_one(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "most"),
-    [("dspark", 8), ("dflash", 8), ("jacobi_forcing", 10), ("cllm", 10), ("ar_base", 8), ("as_arm", 9)],
+    [
+        ("dspark", 8),
+        ("dflash", 8),
+        ("jacobi_forcing", 10),
+        ("cllm", 10),
+        ("ar_base", 8),
+        ("as_arm", 9),
+        ("as_arm_text", 9),
+    ],
 )
 def test_a_recipe_is_composed_from_few_files(recipe: str, most: int) -> None:
     found = files(f"recipe={recipe}")
@@ -231,6 +239,24 @@ def test_jacobi_decoders_have_the_papers_settings_and_their_own() -> None:
     }  # fmt: skip
     labels = OmegaConf.to_container(cfg.decoder, resolve=False)
     assert len({labels[name]["label"] for name in names}) == 4  # type: ignore[call-overload,index]
+
+
+@pytest.mark.parametrize("recipe", ["as_arm", "as_arm_text"])
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [("tiny", "LanguageModel"), ("tiny_fresh", "LanguageModel"), ("xlnet_tiny", "XLNet"), ("xlnet", None)],
+)
+def test_as_arm_begins_with_any_backbone(recipe: str, target: str, model: str | None) -> None:
+    """The ablation of initialisation: the AR base, its shape from scratch, a fresh XLNet, the pretrained one."""
+    cfg = composed(recipe, f"target={target}")
+    if model is None:
+        assert cfg.target.path == "xlnet/xlnet-base-cased"
+        return
+    made = instantiate(cfg.target)
+    assert type(made).__name__ == model
+    assert made.mask_token_id == made.tokenizer.mask_token_id
+    assert made.tokenizer.get_vocab() == embedded_target(dtype="float32", device="cpu").tokenizer.get_vocab()
+    assert [p for p in instantiate(cfg.method, target=made).parameters() if p.requires_grad]
 
 
 def test_dspark_and_dflash_differ_only_in_what_makes_dspark() -> None:

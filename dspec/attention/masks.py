@@ -95,6 +95,23 @@ def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
     return predicate
 
 
+def two_streams(limit_BQ: Tensor, start_B: Tensor, query_BQ: Tensor) -> Predicate:
+    """`any_subset` for XLNet, where a position query (`query_BQ`) has no key of its own: it does not see itself.
+
+    prompt c0 c1, tokens t2 t3, position queries   c0  1 1 . . . .
+    q2 q3 for the same two, start=0:               c1  1 1 . . . .
+                                                   t2  1 1 1 . . .
+                                                   t3  1 1 1 1 . .
+                                                   q2  1 1 . . . .
+                                                   q3  1 1 1 . . .
+    """
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < limit_BQ[b, q]) | (kv == start_B[b] + q) & ~query_BQ[b, q]
+
+    return predicate
+
+
 def document_causal(document_BL: Tensor) -> Predicate:
     """Causal within each packed document: rows hold several documents that do not see each other."""
 

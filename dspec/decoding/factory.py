@@ -14,18 +14,19 @@ from dspec.decoding.sigma_gpt import SigmaGPT
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import causal
 
 
-def autoregressive(*, target: LanguageModel, draft: Draft | None) -> Decoder:
+def autoregressive(*, target: Backbone, draft: Draft | None) -> Decoder:
     """Plain AR; the drafter is not used."""
-    return Autoregressive(target=target)
+    return Autoregressive(target=causal(target))
 
 
 def speculative(
     *,
-    target: LanguageModel,
+    target: Backbone,
     draft: Draft | None,
     sequential_head: bool,
     refinement_passes: int,
@@ -51,26 +52,26 @@ def speculative(
                 f"confidence_threshold={confidence_threshold} reads a confidence head, which this drafter does not have"
             )
         policy = ConfidenceThreshold(confidence_threshold, calibration=calibration)
-    return Speculative(target=target, proposer=proposer, policy=policy)
+    return Speculative(target=causal(target), proposer=proposer, policy=policy)
 
 
-def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int, max_ngram: int) -> Decoder:
+def prompt_lookup(*, target: Backbone, draft: Draft | None, num_drafts: int, max_ngram: int) -> Decoder:
     """Drafts copied from the text so far; the drafter is not used."""
     device = torch.device(target.device)
     proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
-    return Speculative(target=target, proposer=proposer, policy=VerifyAll())
+    return Speculative(target=causal(target), proposer=proposer, policy=VerifyAll())
 
 
-def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) -> Decoder:
+def jacobi(*, target: Backbone, draft: Draft | None, config: JacobiConfig) -> Decoder:
     """Jacobi decoding: several of the target's own tokens per pass; the drafter is not used."""
-    return Jacobi(target=target, config=config)
+    return Jacobi(target=causal(target), config=config)
 
 
-def any_subset(*, target: LanguageModel, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
+def any_subset(*, target: Backbone, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
     """Any-subset decoding: the tokens at chosen positions, one or several per pass; the drafter is not used."""
     return AnySubset(target=target, config=config)
 
 
-def sigma_gpt(*, target: LanguageModel, draft: Draft | None, num_orders: int) -> Decoder:
+def sigma_gpt(*, target: Backbone, draft: Draft | None, num_orders: int) -> Decoder:
     """Rejection sampling in random orders, biased; the drafter is not used."""
     return SigmaGPT(target=target, num_orders=num_orders)

@@ -28,7 +28,7 @@ from dspec.errors import UserError
 from dspec.models.cache import PositionCache, Window
 from dspec.models.calibration import Calibration
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, causal
 from dspec.models.rotary import Rotary
 
 LAYOUTS = ("anchor_first", "fill_in")
@@ -318,7 +318,7 @@ def build_draft(
 
     Raises UserError when the target has no mask token and none is given, or for layer ids out of range.
     """
-    source = target.model.config
+    source = causal(target).model.config
     ids = tuple(target_layer_ids or default_target_layers(num_taps, num_layers=target.num_layers))
     target.check_taps(ids)
     geometry: dict[str, Any] = {

@@ -32,8 +32,9 @@ from dspec.config import check_decoders, instantiate, instantiate_decoders
 from dspec.config_types import check_types
 from dspec.errors import UserError
 from dspec.method import Method
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import causal
 from dspec.provenance import provenance
 from dspec.run_folder import remember_command
 from dspec.terminal import quiet
@@ -101,7 +102,7 @@ def prepare(cfg: DictConfig) -> Job:
     specs = instantiate_decoders(cfg)
     check_decoders(specs, drafter=cfg.draft is not None, without="use recipe=dspark or recipe=dflash")
     # models first: the rest is built for them; the random numbers of fresh weights depend on this order
-    target: LanguageModel = instantiate(cfg.target)
+    target: Backbone = instantiate(cfg.target)
     data: TrainingData = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
     models = Models(target=target, draft=draft)
@@ -188,9 +189,10 @@ def export(job: Job, run: dict[str, Any]) -> None:
 
 def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
     """The calibration report; the fitted temperatures are stored in the drafter. None without a calibration stage."""
-    target, draft = job.models.target, job.models.draft
+    draft = job.models.draft
     if draft is None or job.calibration is None:
         return None
+    target = causal(job.models.target)
     found: dict[str, Any] = job.calibration(
         target=target,
         draft=draft,
