@@ -46,7 +46,7 @@ from dspec.spans import span
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
-_EMBEDDED = Path(__file__).resolve().parent.parent / "assets" / "tiny"
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _ATTENTION = "dspec"  # attn_implementation name under which our attend is registered
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
@@ -297,9 +297,18 @@ def _usable(device: str) -> str:
 
 def embedded_target(*, dtype: str, device: str) -> LanguageModel:
     """The target that ships with dspec (3M parameters, trained by recipe=ar_base)."""
-    folder = str(_EMBEDDED)
-    return causal(load_language_model(path=folder, name="tiny", dtype=dtype, device=device, mask_token_id=None))
+    return _shipped("tiny", dtype=dtype, device=device)
+
+
+def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
+    """The any-subset model that ships with dspec: the embedded target after recipe=as_arm."""
+    return _shipped("tiny_as_arm", dtype=dtype, device=device)
+
+
+def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
+    folder = str(_ASSETS / name)
+    return causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token_id=None))
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(str(_EMBEDDED))
+    return AutoTokenizer.from_pretrained(str(_ASSETS / "tiny"))

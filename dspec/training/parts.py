@@ -71,6 +71,6 @@ class Report(Protocol):
         self, *, results: dict[str, Any], history: Sequence[dict[str, float]], run_dir: Path, logger: object
     ) -> None: ...
 
-    def card(self, *, target: str, run: dict[str, Any], command: str | None) -> str:
+    def card(self, *, target: str, run: dict[str, Any], command: str | None, drafter: bool) -> str:
         """The README.md of an exported checkpoint."""
         ...

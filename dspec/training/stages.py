@@ -183,7 +183,8 @@ def export(job: Job, run: dict[str, Any]) -> None:
     """Exports the trained component to its own folder, with a model card."""
     if job.models.draft is not None:
         job.models.draft.metadata.prompt_policy = job.data.prompt_policy
-    card = job.report.card(target=job.models.target.name, run=run, command=job.recipe)
+    drafter = job.models.draft is not None
+    card = job.report.card(target=job.models.target.name, run=run, command=job.recipe, drafter=drafter)
     job.method.export(job.run_dir, card=card)
 
 
