@@ -7,12 +7,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from data.embedded.corpus import corpus
 from data.embedded.tokenizer import build_tokenizer
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, local_device
 
 
 def fresh_target(
     *,
     dtype: str,
+    device: str,
     vocab_size: int,
     hidden_size: int,
     num_layers: int,
@@ -24,7 +25,9 @@ def fresh_target(
     corpus_counts: Mapping[str, int],
     seed: int,
 ) -> LanguageModel:
-    """Random weights from the global generator; the tokenizer is learned from the training corpus."""
+    """Random weights from the global generator, the same on every device; the tokenizer is learned from the training
+    corpus. Raises UserError for a device that cannot be used here."""
+    place = local_device(device)
     examples = corpus(counts=corpus_counts, split="train", seed=seed)
     texts = [text for e in examples for text in (e.prompt, e.response)]
     tokenizer = build_tokenizer(texts, vocab_size=vocab_size)
@@ -41,5 +44,5 @@ def fresh_target(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    model = Qwen3ForCausalLM(config).to(place, getattr(torch, dtype))
     return LanguageModel(model, tokenizer, name="tiny")
