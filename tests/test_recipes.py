@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.config import CONF, ROOT, VARIANTS, instantiate, register
+from dspec.config_types import check_types
 from dspec.models.language_model import embedded_target
 from dspec.recipes import variants
 
@@ -88,8 +89,8 @@ def test_the_page_alone_shows_every_number_of_its_run(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_number_lives_once(recipe: str) -> None:
-    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label). Files of
-    decoders and benchmarks, which eval.run uses without a page, have the same values as the pages that name them."""
+    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label). The files
+    of decoders and benchmarks, which eval.run uses without a page, have the same values as the pages."""
     page = leaves(yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text()))
     for path in files(f"recipe={recipe}") - {ROOT / "recipes" / f"{recipe}.yaml", VARIANTS}:
         group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
@@ -111,8 +112,9 @@ def test_what_a_page_sets_arrives(recipe: str) -> None:
 
 def test_pages_numbers_go_with_their_own_decoders_and_benchmarks() -> None:
     """Other choices bring no remains of them: as in benchmark=gsm8k on the page of AS-ARM."""
-    few = composed("jacobi_forcing", "decoder=[base_autoregressive,jacobi]", "~decoder.autoregressive")
-    assert set(few.decoder) == {"base_autoregressive", "jacobi"}
+    few = composed("jacobi_forcing", "decoder=[autoregressive,jacobi]")
+    assert set(few.decoder) == {"autoregressive", "jacobi"}
+    assert few.decoder.autoregressive.label == f"{few.label}, AR"  # the weights' name, however it is chosen
     assert few.decoder.jacobi.blocks == 2
     few = composed("as_arm", "decoder=any_subset", "benchmark=gsm8k")
     assert (set(few.decoder), set(few.benchmark)) == ({"any_subset"}, {"gsm8k"})
@@ -199,6 +201,14 @@ def test_hardware_goes_before_page_and_data(hardware: str) -> None:
     for more in ([], ["data=gsm8k"], ["data=jsonl", "benchmark=tiny"]):
         trainer = composed("dspark", f"hardware={hardware}", *more).trainer
         assert (trainer.accelerator, trainer.precision) == wanted
+
+
+@pytest.mark.parametrize("recipe", ["dspark", "ar_base"])
+def test_hardware_gpu_is_the_targets_too_unless_the_command_line_says_otherwise(recipe: str) -> None:
+    cfg = composed(recipe, "hardware=gpu")
+    assert (cfg.trainer.accelerator, cfg.target.device) == ("cuda", "cuda")
+    check_types(cfg.target)  # each target takes a device
+    assert composed(recipe, "hardware=gpu", "target.device=cpu").target.device == "cpu"
 
 
 @pytest.mark.slow

@@ -95,8 +95,8 @@ class LanguageModel(nn.Module):
         name: str,
         mask_token_id: int | None = None,
     ) -> None:
-        """`mask_token_id` fills a drafter's empty slots; None takes the one that the model's config names, else the
-        tokenizer's mask token, if it has one.
+        """`mask_token_id` fills a drafter's empty slots and AS-ARM's position queries; None takes the one that the
+        model's config names, else the tokenizer's mask token, if it has one.
 
         Raises UserError for another family, or for layers that attend through a sliding window.
         """
@@ -301,8 +301,8 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
 
 
 def local_device(device: str) -> str:
-    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees, of which
-    schedulers may show each process but its own.
+    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees (schedulers
+    may make only one GPU visible to each process).
 
     Raises UserError for a device that torch does not know or cannot use here.
     """
