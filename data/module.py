@@ -1,4 +1,4 @@
-"""Data modules: tokenised conversations for drafters, packed documents for the AR base.
+"""Data modules: tokenised conversations for drafters and AS-ARM, packed documents for the AR base.
 
 Everything is a function of the seed. Each rank loads its own share of every batch (data/loaders.py): the trainer must
 not distribute the rows again (use_distributed_sampler: false). Legend: B = rows, L = positions.
@@ -218,6 +218,10 @@ class PackedCorpus(L.LightningDataModule):
     @property
     def prompt_policy(self) -> dict[str, Any]:
         return self.policy.to_dict(self.target.tokenizer)
+
+    def responses(self) -> list[Response]:
+        """Raises UserError: the corpus has its own."""
+        raise UserError("the embedded corpus has its own responses: there is nothing to regenerate with this data")
 
     def setup(self, stage: str) -> None:
         if self._rows:

@@ -185,8 +185,7 @@ def _generate(
 
 
 def _task(cfg: DictConfig) -> None:
-    target = instantiate(cfg.target)
-    module = instantiate(cfg.data, target=target)
+    module = instantiate(cfg.data, target=instantiate(cfg.target))
     responses = module.responses()
     tokens = sum(len(r.tokens) for r in responses)
     print(f"{len(responses)} responses, {tokens} tokens: {module.responses_path}")

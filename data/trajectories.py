@@ -27,7 +27,7 @@ from data.chat import PromptPolicy
 from data.loaders import held_out, shuffled
 from data.module import Conversations, Regeneration
 from data.prompts import PromptSource
-from data.regenerate import Key, batches_of, key, settings_key
+from data.regenerate import Key, Response, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
 from dspec.decoding.generation import requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
@@ -198,6 +198,10 @@ class Trajectories(Conversations):
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"block_size": self.block_size}
+
+    def responses(self) -> list[Response]:
+        """Raises UserError: no run would read them, since a trajectory ends with its own response."""
+        raise UserError("this data trains on trajectories, not on plain responses: use python -m data.collect instead")
 
     @property
     def folder(self) -> Path:

@@ -129,7 +129,7 @@ def _check_scale(cfg: DictConfig) -> None:
             f"recipes/{page}.yaml has no numbers for pretrained targets: leave out scale=pretrained, or data=gsm8k or "
             "data=jsonl, which choose it"
         )
-    if chosen["scale"] == "embedded" and "tiny" not in target and has_pretrained(page):
+    if chosen["scale"] == "embedded" and target not in ("tiny", "tiny_fresh") and has_pretrained(page):
         log.info("target=%s runs with the embedded target's numbers; for a pretrained one's: scale=pretrained", target)
 
 

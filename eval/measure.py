@@ -37,7 +37,8 @@ class EvaluationResult:
 
 
 def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir: Path) -> EvaluationResult:
-    """Runs the decoders of `cfg`, and plain AR, on `benchmarks`. samples.jsonl and results.json grow in `run_dir`."""
+    """Runs the decoders of `cfg`, and plain AR unless all `benchmarks` have holes to fill. samples.jsonl and
+    results.json grow in `run_dir`."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     check_types(cfg)

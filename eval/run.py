@@ -4,8 +4,9 @@
     python -m eval.run checkpoint=runs/dspark/<time> decoder=speculative benchmark=[gsm8k,humaneval]
 
 Writes results.json (in the format of the main job), table.md, table.csv, samples.jsonl and plots to its run folder;
-plain AR is always included. `resume=<folder>` continues after a kill, and `limit=` may then grow. Torch and
-transformers are imported after arguments and benchmarks are checked: mistakes in them are reported immediately.
+plain AR is included unless all benchmarks have holes to fill. `resume=<folder>` continues after a kill, and `limit=`
+may then grow. Torch and transformers are imported after arguments and benchmarks are checked: mistakes in them are
+reported immediately.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Small Python functions: a signature with a docstring is the prompt, the body is the response.
 
 A template is data: docstring, equivalent bodies, ranges for its constants. Tests come from running the first body, so
-the bodies are the reference; ``tests/data`` checks that the others agree with it.
+the bodies are the reference; ``tests/data/test_embedded.py`` checks that the others agree with it.
 """
 
 import random

@@ -14,6 +14,7 @@ from dspec.models.xlnet import XLNet
 def fresh_target(
     *,
     dtype: str,
+    device: str,
     vocab_size: int,
     hidden_size: int,
     num_layers: int,
@@ -25,8 +26,9 @@ def fresh_target(
     corpus_counts: Mapping[str, int] | None,
     seed: int,
 ) -> LanguageModel:
-    """Random weights from the global generator; the tokenizer is learned from the training corpus, or (None) the
-    embedded target's."""
+    """Random weights from the global generator, the same on every device; the tokenizer is learned from the training
+    corpus, or (None) the embedded target's. Raises UserError for a device that cannot be used here."""
+    place = local_device(device)
     tokenizer = embedded_tokenizer() if corpus_counts is None else _learned(corpus_counts, vocab_size, seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -41,7 +43,7 @@ def fresh_target(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    model = Qwen3ForCausalLM(config).to(place, getattr(torch, dtype))
     return LanguageModel(model, tokenizer, name="tiny")
 
 

@@ -34,10 +34,8 @@ def attend(
     if isinstance(mask, tuple):
         return torch.cat([_attend_tile(q_BHQD, k_BGKD, v_BGKD, tile, scale) for tile in mask], 2)
     if isinstance(mask, BlockMask):
-        q_BHQD, k_BGKD = (
-            q_BHQD.to(v_BGKD),
-            k_BGKD.to(v_BGKD),
-        )  # under autocast norms leave float32; SDPA casts by itself
+        # under autocast norms leave float32; SDPA casts by itself
+        q_BHQD, k_BGKD = q_BHQD.to(v_BGKD), k_BGKD.to(v_BGKD)
         flex = _compiled_flex() if q_BHQD.is_cuda else flex_attention
         return flex(q_BHQD, k_BGKD, v_BGKD, block_mask=mask, scale=scale, enable_gqa=True)  # type: ignore[operator]
     groups = q_BHQD.shape[1] // k_BGKD.shape[1]

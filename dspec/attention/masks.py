@@ -78,8 +78,8 @@ def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
     q of row b computes place start[b] + q and sees the places before limit[b, q], and its own. The limit of a prompt
     token is the prompt's end (prompt tokens see each other), that of a later token its own place; a position query,
     which holds no content, asks for the distribution of a token given the places before its limit: those before that
-    token's place (joint density) or before all tokens that are drafted together (parallel draft). Nobody sees a
-    position query but itself.
+    token's place (joint density) or before all tokens that are drafted together (parallel draft). Only the query itself
+    sees its slot.
 
     prompt c0 c1, tokens t2 t3, position queries   c0  1 1 . . . .      draft:  q2  1 1 1 .
     q2 q3 for the same two, start=0:               c1  1 1 . . . .              q3  1 1 . 1

@@ -48,7 +48,7 @@ class ConfidenceThreshold:
         """`calibration` applies to requests with the sampling that it was fitted for; for others confidences stay raw,
         with a warning that names both samplings."""
         if not 0 < threshold < 1:
-            raise UserError(f"decoder.confidence_threshold={threshold} must lie in [0, 1)")
+            raise UserError(f"decoder.<name>.confidence_threshold={threshold} must lie in [0, 1)")
         self.threshold, self.calibration = threshold, calibration
         self._refused: set[Sampling] = set()  # warned about once
 
@@ -72,7 +72,7 @@ class ConfidenceThreshold:
     def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor:
         logits = proposal.confidence_BJ
         if logits is None:
-            raise UserError("decoder.confidence_threshold needs a drafter with a confidence head")
+            raise UserError("decoder.<name>.confidence_threshold needs a drafter with a confidence head")
         confidence = torch.sigmoid(logits)
         if self.calibration is not None:
             fitted = [self._calibrated(sampling) for sampling in samplings]

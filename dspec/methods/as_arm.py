@@ -1,9 +1,10 @@
 """AS-ARM: a causal LM learns the conditionals of any subset of a text given the rest, all in one forward pass.
 
 Source: "Reviving Any-Subset Autoregressive Models with Principled Parallel Sampling and Speculative Decoding" (arXiv
-2504.20456), the teacher-forced joint loss of eq. 7: with m the length of the prompt and sigma the order of generation
+2504.20456), the teacher-forced joint loss: with m the length of the prompt and sigma the order of generation
 
-    L = - E_{m, sigma} log p(x_sigma(>=m) | x_sigma(<m)) = - E sum_{i>=m} log p(x_sigma(i) | x_sigma(<i))     (eq. 9)
+    L = - E_{m, sigma} log p(x_sigma(>=m) | x_sigma(<m))               (eq. 7)
+      = - E_{m, sigma} sum_{i>=m} log p(x_sigma(i) | x_sigma(<i))      (eq. 2: its conditionals)
 
 Released code: gabeguo/any-order-speculative-decoding@83a444d.
 

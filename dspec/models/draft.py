@@ -314,7 +314,8 @@ def build_draft(
     confidence_head: bool,
     confidence_head_with_markov: bool,
 ) -> Draft:
-    """A fresh drafter with the target's width and heads; null ids and sizes are taken from the target.
+    """A fresh drafter with the target's width and heads; null ids and sizes are taken from the target. Without a Markov
+    head its rank and its part in the confidence head are 0.
 
     Raises UserError when the target has no mask token and none is given, or for layer ids out of range.
     """
@@ -346,7 +347,7 @@ def build_draft(
         markov_head_type=markov_head_type,
         markov_rank=markov_rank if markov_head_type is not None else 0,
         confidence_head=confidence_head,
-        confidence_head_with_markov=confidence_head_with_markov,
+        confidence_head_with_markov=confidence_head_with_markov and markov_head_type is not None,
     )
     return Draft(config, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
 

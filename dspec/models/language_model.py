@@ -261,8 +261,8 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
 
 
 def local_device(device: str) -> str:
-    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees, of which
-    schedulers may show each process but its own.
+    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees (schedulers
+    may make only one GPU visible to each process).
 
     Raises UserError for a device that torch does not know or cannot use here.
     """

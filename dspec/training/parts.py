@@ -20,7 +20,7 @@ class TrainingData(Protocol):
         ...
 
     def encoded(self, split: str) -> Sequence[tuple[str, list[int]]]:
-        """(id, prompt ids) of a split."""
+        """(id, prompt ids) of a split. Only calibration asks: PackedCorpus, which trains no drafter, has none."""
         ...
 
 

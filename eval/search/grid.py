@@ -110,9 +110,12 @@ def point(
 ) -> Point:
     """One configuration's results. `decoded` and plain AR's `baseline` are answers and their seconds, by prompt;
     `right` are the verdicts on the judged prompts; `context` is the mean number of keys in the cache at a pass. Tokens
-    per second include the prefill's time, tokens per pass leave the prefill out."""
+    per second include the prefill's time, tokens per pass leave the prefill out. Raises UserError if there is no
+    pass."""
     generations = [g for g, _ in decoded]
     forwards = sum(g.forwards for g in generations)
+    if not forwards:
+        raise UserError("every answer ended with its first token: there is no pass to measure; use other prompts")
     seconds = sum(s for _, s in decoded)
     rows = sum(g.branch_forwards for g in generations) / forwards
     positions = sum(g.positions_computed for g in generations) / forwards
@@ -142,6 +145,8 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
         for benchmark in benchmarks.values()
         for item in benchmark.items()[: cfg.limit]
     ]
+    if any(item.response is not None for _, item, _ in prompts):
+        raise UserError("the search decodes from left to right, it fills no holes: use benchmark=tiny or another one")
     if not prompts:
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
     log.info("searching %d configurations on %d prompts in %s", len(settings.plans), len(prompts), run_dir)
