@@ -89,7 +89,7 @@ def test_the_page_alone_shows_every_number_of_its_run(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_number_lives_once(recipe: str) -> None:
-    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label). The files
+    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label). Files
     of decoders and benchmarks, which eval.run uses without a page, have the same values as the pages."""
     page = leaves(yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text()))
     for path in files(f"recipe={recipe}") - {ROOT / "recipes" / f"{recipe}.yaml", VARIANTS}:
