@@ -4,8 +4,8 @@ A page is merged in three places (conf/train.yaml has the order): its `defaults`
 page/<name>; its section `pretrained`, the numbers for pretrained targets, as page_scale/<name>_pretrained, with
 scale=pretrained. After them come the groups that replace parts of a page (data, schedule, hardware), and last a recipe
 of a user's own. The sections `decoder` and `benchmark` are merged into the page's own choices of these groups, so that
-others chosen on the command line keep their files' values. data=gsm8k and data=jsonl choose scale=pretrained; other data
-may do so, too.
+others chosen on the command line keep their files' values. data=gsm8k and data=jsonl choose scale=pretrained; other
+data may do so, too.
 """
 
 from pathlib import Path
