@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
-from dspec.config import entry_point, instantiate
+from dspec.config.compose import entry_point, instantiate
 from dspec.decoding.generation import requests
 from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling

@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
-from dspec.config import composed, instantiate_decoders
+from dspec.config.compose import composed, instantiate_decoders
 from dspec.decoding.generation import Generation
 from dspec.decoding.generation import requests as as_requests
 from dspec.decoding.loop import decode

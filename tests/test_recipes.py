@@ -15,9 +15,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dspec.config import CONF, ROOT, VARIANTS, instantiate, register
+from dspec.config.compose import CONF, ROOT, VARIANTS, instantiate, register
+from dspec.config.recipes import variants
 from dspec.models.language_model import embedded_target
-from dspec.recipes import variants
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 COMPOSED = ROOT / "recipes" / "composed"

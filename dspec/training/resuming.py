@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dspec.config.leaves import flat
 from dspec.errors import UserError
-from dspec.leaves import flat
 
 
 def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:

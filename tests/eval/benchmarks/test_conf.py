@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dspec.config import CONF, composed, instantiate
+from dspec.config.compose import CONF, composed, instantiate
 from eval.benchmarks.base import Benchmark, Item
 
 FILES = sorted((CONF / "benchmark").glob("*.yaml"))

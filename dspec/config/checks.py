@@ -1,4 +1,4 @@
-"""Checks of a composed config that import nothing heavy: keys, missing parts, ranges. Types: dspec/config_types.py."""
+"""Checks of a composed config that import nothing heavy: keys, missing parts, ranges. Types: dspec/config/types.py."""
 
 import difflib
 import re
@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from dspec.config.leaves import flat
+from dspec.config.old_names import check_config
+from dspec.config.recipes import CONF
 from dspec.errors import UserError
-from dspec.leaves import flat
-from dspec.old_names import check_config
-from dspec.recipes import CONF
 
 _KEYLESS = {"recipe", "page", "page_scale", "scale", "hardware", "hydra"}  # groups merged under other keys
 

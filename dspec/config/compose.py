@@ -1,6 +1,6 @@
 """Composing and running a config: recipes as a Hydra group, entry points, one-line errors with exit code 2.
 
-Checks are in dspec/config_checks.py and dspec/config_types.py, run folders in dspec/run_folder.py.
+Checks are in dspec/config/checks.py and dspec/config/types.py, run folders in dspec/config/run_folder.py.
 """
 
 import difflib
@@ -24,12 +24,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dspec.config_checks import check, known_keys
-from dspec.config_types import check_types
+from dspec.config.checks import check, known_keys
+from dspec.config.old_names import check_arguments, gone_group
+from dspec.config.recipes import CONF, ROOT, SCALES, VARIANTS, has_pretrained, pages, register_groups, variants
+from dspec.config.run_folder import STARTED, key, resumed, run_dir
+from dspec.config.types import check_types
 from dspec.errors import UserError
-from dspec.old_names import check_arguments, gone_group
-from dspec.recipes import CONF, ROOT, SCALES, VARIANTS, has_pretrained, pages, register_groups, variants
-from dspec.run_folder import STARTED, key, resumed, run_dir
 
 log = logging.getLogger(__name__)
 

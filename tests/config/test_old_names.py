@@ -8,14 +8,14 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from dspec.config import composed
+from dspec.config.compose import composed
+from dspec.config.leaves import flat
+from dspec.config.old_names import _KEYS, _TARGETS, check_config, renamed
 from dspec.errors import UserError
-from dspec.leaves import flat
-from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
 from eval.reports.comparison import _differing
 from eval.results import load
 
-OLD = Path(__file__).parent / "eval" / "old_runs"
+OLD = Path(__file__).parents[1] / "eval" / "old_runs"
 RUNS = sorted(path.stem for path in OLD.glob("*.json"))
 
 
