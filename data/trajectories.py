@@ -24,8 +24,8 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
+from data.conversations import Conversations, Regeneration
 from data.loaders import held_out, shuffled
-from data.module import Conversations, Regeneration
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
