@@ -30,8 +30,9 @@ from dspec.attention import masks
 from dspec.decoding.generation import Generation, Kind, Pass, Request
 from dspec.decoding.loop import check_requests
 from dspec.decoding.ngram import Bigrams
-from dspec.decoding.sampling import Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
+from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.language_model import LanguageModel

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dspec.decoding import speculative
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sampling import Sampling, Streams, draw, verify_sampled
-from dspec.decoding.verification import ConfidenceThreshold
+from dspec.decoding.sampling import Sampling, Streams, draw
+from dspec.decoding.verification import ConfidenceThreshold, verify_sampled
 
 Law = dict[tuple[int, ...], float]
 Text = tuple[int, ...]

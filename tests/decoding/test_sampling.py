@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dspec.decoding import sampling
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw
+from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.precision import widest
 

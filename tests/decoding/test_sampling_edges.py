@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dspec.decoding.sampling import draw, verify_sampled
+from dspec.decoding.sampling import draw
+from dspec.decoding.verification import verify_sampled
 
 F64 = torch.float64
 
