@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
 from dspec.config.compose import entry_point, instantiate
-from dspec.decoding.generation import requests
+from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
@@ -167,7 +167,7 @@ def _generate(
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
         for batch in with_progress("responses by the target", batches):
-            asked = requests(
+            asked = make_requests(
                 [ids for _, ids in batch],
                 seeds=[prompt_seed(seed, name) for name, _ in batch],
                 sampling=sampling,

@@ -29,7 +29,7 @@ from data.loaders import held_out, shuffled
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
-from dspec.decoding.generation import requests
+from dspec.decoding.generation import make_requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import decode
@@ -48,7 +48,7 @@ def trace(
     decoder: Jacobi, prompts: Prompts, *, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int], seed: int
 ) -> list[Trajectory]:
     """Decodes a batch and records every state of each block, cut at the response's end."""
-    asked = requests(
+    asked = make_requests(
         [ids for _, ids in prompts],
         seeds=[prompt_seed(seed, name) for name, _ in prompts],
         sampling=sampling,

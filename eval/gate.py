@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import requests
+from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
 from dspec.models.language_model import LanguageModel
@@ -73,7 +73,9 @@ def against_generate(
 def _ratio(
     target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
 ) -> float:
-    asked = requests(batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    asked = make_requests(
+        batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+    )
 
     def ours() -> int:
         return sum(len(g.tokens) for g in decode(Autoregressive(target=target), asked))

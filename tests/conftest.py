@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import Generation, Request, requests
+from dspec.decoding.generation import Generation, Request, make_requests
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder, decode
@@ -196,7 +196,7 @@ class Bound:
         observe: Callable[[State], None] | None = None,
         **common: Any,
     ) -> list[Generation]:
-        asked = requests(prompts, seeds=seeds, sampling=self.sampling, **common)
+        asked = make_requests(prompts, seeds=seeds, sampling=self.sampling, **common)
         return decode(self.decoder, asked, in_flight=in_flight, observe=observe)
 
     def settings(self) -> dict[str, Any]:

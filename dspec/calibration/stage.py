@@ -20,7 +20,7 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.decoding.generation import Generation, requests
+from dspec.decoding.generation import Generation, make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
@@ -131,7 +131,7 @@ class CalibrateSTS:
         batches = [list(prompts[i : i + self.batch_size]) for i in range(0, len(prompts), self.batch_size)]
         for batch in with_progress("calibration traces", batches):
             seeds = [calibration_seed(self.seed, len(generations) + i) for i in range(len(batch))]
-            batch_requests = requests(
+            batch_requests = make_requests(
                 batch, seeds=seeds, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids
             )
             generations += decode(decoder, batch_requests)
