@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from data.loaders import Document, held_out, shuffled
-from data.prompts import Prompt, PromptSource
+from data.prompts import PromptSource, TrainingPrompt
 from data.regenerate import Response, regenerate, settings_key
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
@@ -159,7 +159,7 @@ class Conversations(L.LightningDataModule):
     def _row(self, prompt: Sequence[int], response: Sequence[int]) -> Document:
         return [*prompt, *response][: self.max_length], len(prompt)
 
-    def _corpus_row(self, prompt: Prompt) -> Document:
+    def _corpus_row(self, prompt: TrainingPrompt) -> Document:
         if prompt.response is None:
             raise UserError(f'prompt {prompt.id} has no "response"; add one, or set data.regeneration')
         tokenizer = self.target.tokenizer

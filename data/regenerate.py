@@ -167,14 +167,14 @@ def _generate(
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
         for batch in with_progress("responses by the target", batches):
-            asked = make_requests(
+            requests = make_requests(
                 [ids for _, ids in batch],
                 seeds=[prompt_seed(seed, name) for name, _ in batch],
                 sampling=sampling,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
             )
-            generations = decode(decoder, asked)
+            generations = decode(decoder, requests)
             for i, ((name, ids), generation) in enumerate(zip(batch, generations, strict=True), 1):
                 response = Response(name, ids, generation.tokens, generation.stopped)
                 row = vars(response) | {"left": len(batch) - i, "text": describe(generation.tokens)}

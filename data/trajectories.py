@@ -48,14 +48,14 @@ def trace(
     decoder: Jacobi, prompts: Prompts, *, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int], seed: int
 ) -> list[Trajectory]:
     """Decodes a batch and records every state of each block, cut at the response's end."""
-    asked = make_requests(
+    requests = make_requests(
         [ids for _, ids in prompts],
         seeds=[prompt_seed(seed, name) for name, _ in prompts],
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
     )
-    states: dict[int, dict[int, list[list[int]]]] = {id(request): {} for request in asked}
+    states: dict[int, dict[int, list[list[int]]]] = {id(request): {} for request in requests}
 
     def observe(state: State) -> None:
         for row, blocks in zip(state.rows, state.parts[BLOCKS], strict=True):
@@ -63,7 +63,7 @@ def trace(
                 active = blocks.opened - 1  # one block is in flight
                 states[id(row.request)].setdefault(active, []).append(blocks.block(active))
 
-    generations = decode(decoder, asked, observe=observe)
+    generations = decode(decoder, requests, observe=observe)
     n = decoder.config.block_size
     trajectories = []
     for (_, ids), observed, generation in zip(prompts, states.values(), generations, strict=True):

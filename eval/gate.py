@@ -73,12 +73,12 @@ def against_generate(
 def _ratio(
     target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
 ) -> float:
-    asked = make_requests(
+    requests = make_requests(
         batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids
     )
 
     def ours() -> int:
-        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), asked))
+        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), requests))
 
     def theirs() -> int:
         return _generate(target, batch, max_new_tokens, stop_ids)

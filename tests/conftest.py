@@ -196,8 +196,8 @@ class Bound:
         observe: Callable[[State], None] | None = None,
         **common: Any,
     ) -> list[Generation]:
-        asked = make_requests(prompts, seeds=seeds, sampling=self.sampling, **common)
-        return decode(self.decoder, asked, in_flight=in_flight, observe=observe)
+        requests = make_requests(prompts, seeds=seeds, sampling=self.sampling, **common)
+        return decode(self.decoder, requests, in_flight=in_flight, observe=observe)
 
     def settings(self) -> dict[str, Any]:
         return self.decoder.settings(self.sampling)

@@ -44,6 +44,8 @@ _TARGETS = {
     "dspec.noise.": "dspec.jacobi_forcing.noise.",
     "dspec.teachers.SamePass": "dspec.jacobi_forcing.teachers.StopGradientTeacher",
     "dspec.teachers.Moving": "dspec.jacobi_forcing.teachers.EMATeacher",
+    "dspec.teachers.Frozen": "dspec.jacobi_forcing.teachers.FrozenTeacher",
+    "dspec.jacobi_forcing.teachers.Frozen": "dspec.jacobi_forcing.teachers.FrozenTeacher",
     "dspec.teachers.": "dspec.jacobi_forcing.teachers.",
     "dspec.packing.": "dspec.jacobi_forcing.packing.",
     "dspec.methods.jacobi_forcing.Full": "dspec.tuning.FullFineTuning",

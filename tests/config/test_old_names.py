@@ -66,6 +66,13 @@ def test_tuning_was_part_of_jacobi_forcing(old: str, new: str) -> None:
         check_config({"method.tuning._target_": old})
 
 
+@pytest.mark.parametrize("module", ["dspec.teachers", "dspec.jacobi_forcing.teachers"])
+def test_the_frozen_teacher_was_called_frozen(module: str) -> None:
+    new = "dspec.jacobi_forcing.teachers.FrozenTeacher"
+    assert renamed({"teacher": {"_target_": f"{module}.Frozen"}}) == {"teacher": {"_target_": new}}
+    assert _there(new)
+
+
 def test_an_old_run_compares_with_a_new_one(tmp_path: Path) -> None:
     """Settings that only moved or were renamed do not tell two runs apart; what the pages changed since then does."""
     changed = {
