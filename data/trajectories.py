@@ -27,7 +27,7 @@ from data.chat import PromptPolicy
 from data.conversations import Conversations, Regeneration
 from data.loaders import held_out, shuffled
 from data.prompts import PromptSource
-from data.regenerate import Key, batches_of, key, settings_key
+from data.regenerate import Key, batches_of, response_key, settings_key
 from dspec.atomic import atomic_file, write_json
 from dspec.decoding.generation import make_requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
@@ -103,7 +103,7 @@ def read_shard(path: Path, *, block_size: int) -> dict[Key, Trajectory]:
         trajectories = _cut(tensors, block_size)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it and run again") from error
-    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, trajectories, strict=True)}
+    return {response_key(name, s.prompt_P.tolist()): s for name, s in zip(names, trajectories, strict=True)}
 
 
 def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Trajectory]:
@@ -139,7 +139,7 @@ def collect(
         _check_settings(folder / "settings.json", settings)
         for path in sorted(folder.glob("*.safetensors")):
             done |= read_shard(path, block_size=n)
-        missing = [prompt for prompt in prompts if key(*prompt) not in done]
+        missing = [prompt for prompt in prompts if response_key(*prompt) not in done]
         for batch in with_progress("Jacobi trajectories of the target", batches_of(missing, batch_size)):
             path = folder / f"{settings_key({'prompts': batch})}.safetensors"
             traced = trace(
@@ -147,7 +147,7 @@ def collect(
             )
             write_shard(path, [name for name, _ in batch], traced)
             done |= read_shard(path, block_size=n)
-    return [done[key(*prompt)] for prompt in prompts]
+    return [done[response_key(*prompt)] for prompt in prompts]
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
