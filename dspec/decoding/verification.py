@@ -14,7 +14,7 @@ from torch import Tensor
 from dspec.decoding.proposers import Proposal
 from dspec.decoding.sampling import Sampling, draw
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration, calibrated_confidence
+from dspec.models.temperatures import Calibration, calibrated_confidence
 
 
 class VerificationPolicy(Protocol):

@@ -21,7 +21,7 @@ from dspec.decoding.state import State
 from dspec.decoding.verification import ConfidenceThreshold, VerifyAll
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
-from dspec.models.calibration import Calibration
+from dspec.models.temperatures import Calibration
 
 KINDS = ("autoregressive", "speculative", "thresholded", "lookup", "jacobi", "recycling")
 SAMPLINGS = (GREEDY, Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.3, top_p=1.0))
