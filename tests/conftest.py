@@ -34,9 +34,9 @@ from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.models.cache import PositionCache
-from dspec.models.temperatures import Calibration
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEADS = (None, "vanilla", "gated", "rnn")

@@ -27,9 +27,9 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
-from dspec.models.temperatures import Calibration
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 from dspec.progress import with_progress
 from dspec.provenance import fingerprint
 from dspec.seeding import calibration_seed
