@@ -134,7 +134,7 @@ class DspecLM(TemplateLM):
         prompts = [self.tok_encode(r.args[0]) for r in requests]
         if longest := max((n for p in prompts if (n := len(p)) > room), default=0):
             log.warning("a prompt of %d tokens is cut on the left to %d: the context is full", longest, room)
-        requests = make_requests(
+        asked = make_requests(
             [p[-room:] for p in prompts],
             seeds=seeds,
             sampling=self._sampling(wanted),
@@ -142,7 +142,7 @@ class DspecLM(TemplateLM):
             stop_ids=self.target.stop_ids,
             should_stop=strings,
         )
-        generations = decode(self._decoder, requests)
+        generations = decode(self._decoder, asked)
         for request, generation in zip(requests, generations, strict=True):
             self._generations[request.task_name].append(generation)
         return [strings.cut(self.tokenizer.decode(g.tokens, skip_special_tokens=True)) for g in generations]
