@@ -2,7 +2,7 @@
 
 `weights` selects the model that decodes: the trained target, or its base before training. `base()` returns that base;
 it is loaded when its first decoder is built, so that no training run holds a second model, and shared by all decoders
-(instantiate_decoders in dspec/config.py).
+(instantiate_decoders in dspec/config/compose.py).
 """
 
 from collections.abc import Callable

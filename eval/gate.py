@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import requests
+from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
 from dspec.models.backbone import Backbone
@@ -75,10 +75,12 @@ def against_generate(
 def _ratio(
     target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
 ) -> float:
-    asked = requests(batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    requests = make_requests(
+        batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+    )
 
     def ours() -> int:
-        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), asked))
+        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), requests))
 
     def theirs() -> int:
         return _generate(target, batch, max_new_tokens, stop_ids)

@@ -13,7 +13,7 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import PromptPolicy, prompt_ids
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from data.chat import PromptPolicy
-from dspec.config import instantiate
+from dspec.config.compose import instantiate
 from dspec.models.backbone import Backbone
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft

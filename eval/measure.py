@@ -10,11 +10,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import check_decoders, instantiate, instantiate_decoders
-from dspec.config_types import check_types
+from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
+from dspec.config.run_folder import remember_command
+from dspec.config.types import check_types
 from dspec.decoding import factory
 from dspec.provenance import provenance
-from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
 from eval.decoders import DecoderSpec

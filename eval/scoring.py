@@ -16,8 +16,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from dspec.atomic import atomic_file, write_json
-from dspec.config import instantiate_decoders
-from dspec.config_types import check_types
+from dspec.config.compose import instantiate_decoders
+from dspec.config.run_folder import remember_command
+from dspec.config.types import check_types
 from dspec.decoding.any_subset import AnySubset
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass
@@ -26,7 +27,6 @@ from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.models.backbone import Backbone
 from dspec.provenance import fingerprint, provenance
-from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
 from eval.decoders import DecoderSpec

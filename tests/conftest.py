@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import Generation, Request, requests
+from dspec.decoding.generation import Generation, Request, make_requests
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder, decode
@@ -35,9 +35,9 @@ from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.models.backbone import Backbone
 from dspec.models.cache import PositionCache
-from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 from dspec.models.xlnet import XLNet
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -221,8 +221,8 @@ class Bound:
         observe: Callable[[State], None] | None = None,
         **common: Any,
     ) -> list[Generation]:
-        asked = requests(prompts, seeds=seeds, sampling=self.sampling, **common)
-        return decode(self.decoder, asked, in_flight=in_flight, observe=observe)
+        requests = make_requests(prompts, seeds=seeds, sampling=self.sampling, **common)
+        return decode(self.decoder, requests, in_flight=in_flight, observe=observe)
 
     def settings(self) -> dict[str, Any]:
         return self.decoder.settings(self.sampling)

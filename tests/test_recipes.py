@@ -15,10 +15,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dspec.config import CONF, ROOT, VARIANTS, instantiate, register
-from dspec.config_types import check_types
+from dspec.config.compose import CONF, ROOT, VARIANTS, instantiate, register
+from dspec.config.recipes import variants
+from dspec.config.types import check_types
 from dspec.models.language_model import embedded_target
-from dspec.recipes import variants
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 COMPOSED = ROOT / "recipes" / "composed"

@@ -20,16 +20,16 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.decoding.generation import Generation, requests
+from dspec.decoding.generation import Generation, make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 from dspec.progress import with_progress
 from dspec.provenance import fingerprint
 from dspec.seeding import calibration_seed
@@ -131,7 +131,7 @@ class CalibrateSTS:
         batches = [list(prompts[i : i + self.batch_size]) for i in range(0, len(prompts), self.batch_size)]
         for batch in with_progress("calibration traces", batches):
             seeds = [calibration_seed(self.seed, len(generations) + i) for i in range(len(batch))]
-            batch_requests = requests(
+            batch_requests = make_requests(
                 batch, seeds=seeds, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids
             )
             generations += decode(decoder, batch_requests)

@@ -29,8 +29,9 @@ from torch import Tensor
 from dspec.decoding.generation import Generation, Kind, Pass, Request
 from dspec.decoding.loop import check_requests
 from dspec.decoding.ngram import Bigrams
-from dspec.decoding.sampling import Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
+from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.backbone import Backbone
 from dspec.models.cache import PositionCache

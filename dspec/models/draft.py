@@ -26,10 +26,10 @@ from dspec.attention.attend import attend
 from dspec.attention.masks import Mask
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache, Window
-from dspec.models.calibration import Calibration
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
 from dspec.models.language_model import LanguageModel, causal
 from dspec.models.rotary import Rotary
+from dspec.models.temperatures import Calibration
 
 LAYOUTS = ("anchor_first", "fill_in")
 

@@ -10,7 +10,7 @@ from dspec.models.draft import Draft
 
 
 class TrainingData(Protocol):
-    """A LightningDataModule that also knows how prompts are rendered (data/module.py)."""
+    """A LightningDataModule that also knows how prompts are rendered (data/conversations.py)."""
 
     policy: object  # data.chat.PromptPolicy
 

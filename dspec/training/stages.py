@@ -28,15 +28,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
 from dspec.calibration.stage import CalibrateSTS
-from dspec.config import check_decoders, instantiate, instantiate_decoders
-from dspec.config_types import check_types
+from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
+from dspec.config.run_folder import remember_command
+from dspec.config.types import check_types
 from dspec.errors import UserError
 from dspec.method import Method
 from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
 from dspec.models.language_model import causal
 from dspec.provenance import provenance
-from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
 from dspec.training.checks import check_accelerator, check_optimizer, check_trainer

@@ -16,9 +16,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
+from dspec.config.leaves import flat
 from dspec.errors import UserError
-from dspec.leaves import flat
 from eval.intervals import student
 from eval.reports.table import over_ar
 from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, load, load_verdicts, pool_rows

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dspec.atomic import write_json
-from dspec.config import instantiate
+from dspec.config.compose import instantiate
 from dspec.models.language_model import causal
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark

@@ -2,8 +2,8 @@
 
 It is enumerated: the decoder runs once for each sequence of random outcomes. In place of uniforms it gets numbers that
 only identify them; where it would draw a token or verify a draft with one, a script of outcomes decides, and the run's
-probability is multiplied by the outcome's. (test_output_law.py tests that `draw` and `verify_sampled` turn real
-uniforms into these probabilities.) The reference is the product of conditionals, each from a separate uncached pass.
+probability is multiplied by the outcome's. (test_output_distribution.py tests that `draw` and `verify_sampled` turn
+real uniforms into these probabilities.) The reference is the product of conditionals, each from a pass of its own.
 """
 
 import itertools

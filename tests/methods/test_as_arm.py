@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from data.module import document_batch, pad
+from data.conversations import pad
+from data.packed_corpus import document_batch
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.methods.as_arm import ASARM, GOLDEN_RATIO, MaskRate, Order, draw_order, layout, row_lengths

@@ -1,6 +1,7 @@
 """The position cache against a plain list of what was written where."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -87,3 +88,14 @@ def test_select_before_the_first_write() -> None:
     cache = PositionCache(1)
     cache.select([0])
     assert cache.layers[0].keys is None
+
+
+def test_buffers_are_copied_a_logarithmic_number_of_times() -> None:
+    cache, capacities = PositionCache(1), []
+    one = torch.zeros(1, 1, 64, 1)
+    for start in range(0, 16_384, 64):
+        cache.window([start], 64).update(one, one, 0)
+        capacities.append(cache.layers[0].keys.shape[2])
+    grown = sorted(set(capacities))
+    assert all(new >= 1.5 * old for old, new in pairwise(grown))
+    assert len(grown) < 12

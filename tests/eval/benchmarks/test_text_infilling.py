@@ -11,7 +11,7 @@ import pytest
 
 from data.chat import PromptPolicy
 from data.story_rows import fables, roc_stories
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item

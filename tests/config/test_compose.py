@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import DictConfig
 
-from dspec import run_folder
-from dspec.config import CONF, entry_point
+from dspec.config import run_folder
+from dspec.config.compose import CONF, entry_point
+from dspec.config.old_names import check_arguments
 from dspec.errors import UserError
-from dspec.old_names import check_arguments
 from dspec.train import main
 
 Failing = Callable[..., str]

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 
 from dspec.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 VARIANTS = CONF / "decoder_variants.yaml"
 SCALES = ("embedded", "pretrained")  # choices of the group `scale`: a page's own numbers, or its `pretrained` section's
