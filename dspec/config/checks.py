@@ -15,6 +15,8 @@ from dspec.errors import UserError
 
 _KEYLESS = {"recipe", "page", "page_scale", "scale", "hardware", "hydra"}  # groups merged under other keys
 
+_PARTS = ("method", "data", "optimizer", "trainer", "evaluation", "callbacks", "report")  # of a training run
+
 # Minima of integers, by a leaf's name or path: refused before torch is imported.
 _LEAST = {
     "count": 1,
@@ -47,7 +49,7 @@ def check(cfg: DictConfig, *, config: str) -> None:
     leaves = flat(values)
     check_config(leaves)
     _check_keys(values, config=config)
-    _check_nulls(values)
+    _check_nulls(values, train=config == "train")
     _check_own_values(values)
     for path, value in leaves.items():
         if value == "???" and "." in path:
@@ -91,30 +93,37 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def _check_nulls(config: Any) -> None:
-    """Raises UserError for a part that no run can do without, set to null."""
-    needed = ("method", "data", "optimizer", "trainer", "evaluation", "callbacks", "report", "policy", "judge", "speed")
-    if gone := [key for key in needed if key in config and config[key] is None]:
+def _check_nulls(values: Any, *, train: bool) -> None:
+    """Raises UserError for a part that no run can do without, set to null or, in training, taken away."""
+    needed = ("target", *_PARTS, "policy", "judge", "speed", "search")
+    if gone := [key for key in needed if key in values and values[key] is None and (key != "target" or train)]:
         raise UserError(f"{gone[0]}=null: a run needs it; leave it out to keep the default")
-    if gone := [name for name, node in (config.get("decoder") or {}).items() if node is None]:
+    if gone := [key for key in ("target", "decoder", "benchmark", *_PARTS) if train and key not in values]:
+        raise UserError(f"the config has no {gone[0]}: a run needs it; leave out what took it away (~{gone[0]}, or [])")
+    if gone := [name for name, node in (values.get("decoder") or {}).items() if node is None]:
         raise UserError(f"decoder.{gone[0]}=null: use decoder=[...] with the names of those to run")
 
 
-def _check_own_values(config: Any) -> None:
-    """Raises UserError for values that are no parameter of any constructor, and so have no annotation."""
-    seed, limit, label = config.get("seed", 0), config.get("limit"), config.get("label")
-    if seed is None:
-        raise UserError("seed=null: a run needs an integer seed, such as seed=0")
-    _check_least("seed", seed, 0)
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise UserError(f"limit={limit} must be an integer of at least 1 (null: all)")
-    if label is not None and not isinstance(label, str):
-        raise UserError(f"label={label} must be a string: quote it, 'label=\"{label}\"'")
-    optimizer = config.get("optimizer") or {}
-    if "cycles" in optimizer:
-        _check_least("optimizer.cycles", optimizer["cycles"], 1)
-    if "warmup" in optimizer and not (_is_number(warmup := optimizer["warmup"]) and 0 <= warmup <= 1):
-        raise UserError(f"optimizer.warmup={warmup} is a fraction of all steps: it must be a number in [0, 1]")
+def _check_own_values(values: Any) -> None:
+    """Raises UserError for values that are no parameter of any constructor, and so have no annotation. Interpolations
+    are checked where they are used."""
+    own = {path: values[path] for path in ("seed", "limit", "label", "checkpoint") if path in values}
+    own |= {f"optimizer.{key}": value for key, value in (values.get("optimizer") or {}).items()}
+    for path, value in own.items():
+        if isinstance(value, str) and "${" in value:
+            continue
+        if path == "seed":
+            if value is None:
+                raise UserError("seed=null: a run needs an integer seed, such as seed=0")
+            _check_least(path, value, 0)
+        elif path == "limit" and value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{path}={value} must be an integer of at least 1 (null: all)")
+        elif path in ("label", "checkpoint") and value is not None and not isinstance(value, str):
+            raise UserError(f"{path}={value} must be a string: quote it, '{path}=\"{value}\"'")
+        elif path == "optimizer.cycles":
+            _check_least(path, value, 1)
+        elif path == "optimizer.warmup" and not (_is_number(value) and 0 <= value <= 1):
+            raise UserError(f"{path}={value} is a fraction of all steps: it must be a number in [0, 1]")
 
 
 def _check_range(path: str, value: Any) -> None:
@@ -132,7 +141,7 @@ def _check_range(path: str, value: Any) -> None:
         raise UserError(f"{path}={value} must be an integer of at least 1 (-1: run for trainer.max_epochs)")
     elif name == "top_p" and _is_number(value) and not 0 < value <= 1:
         raise UserError(f"{path}={value} must be above 0 and at most 1")
-    elif name == "temperatures":
+    elif name == "temperatures" and not (isinstance(value, str) and "${" in value):
         _check_temperatures(path, value)
 
 

@@ -113,6 +113,8 @@ def check_decoders(specs: Mapping[str, Any], *, drafter: bool, without: str) -> 
     """Raises UserError for decoders without their drafter (`without` tells how to get one) or their baseline, before a
     model is loaded."""
     for name, spec in specs.items():
+        if spec is None:
+            raise UserError(f"decoder={name}: its _target_ gives no decoder")
         if spec.needs_draft and not drafter:
             raise UserError(f"decoder={name} needs a drafter: {without}, or choose another decoder")
         if spec.baseline not in specs:
@@ -124,7 +126,7 @@ def _check_scale(cfg: DictConfig) -> None:
     """Raises UserError if the page lacks the numbers for pretrained targets; says so if such a target runs without."""
     chosen = HydraConfig.get().runtime.choices
     page, target = str(chosen["page"]), str(chosen["target"])
-    if chosen["scale"] == "pretrained" and not has_pretrained(page):
+    if chosen["scale"] == "pretrained" and (ROOT / "recipes" / f"{page}.yaml").is_file() and not has_pretrained(page):
         raise UserError(
             f"recipes/{page}.yaml has no numbers for pretrained targets: leave out scale=pretrained, or data=gsm8k or "
             "data=jsonl, which choose it"

@@ -76,10 +76,9 @@ def check_arguments(args: Sequence[str]) -> None:
         for pattern, fix in _CHOICES.items():
             if (match := re.fullmatch(pattern, bare)) and not _own_choice(bare, folders):
                 raise UserError(f"{arg} is gone: {match.expand(fix)}")
-        if match := re.fullmatch(r"(logger|target|data|benchmark|decoder)=null", bare):
-            raise UserError(
-                f"{arg}: {match[1]} needs one of its choices; leave it out for the default (--help lists all)"
-            )
+        if match := re.fullmatch(r"(logger|target|data|benchmark|decoder|scale)=null|(benchmark|decoder)=\[\]", bare):
+            group = match[1] or match[2]
+            raise UserError(f"{arg}: {group} needs one of its choices; leave it out for the default (--help lists all)")
         key = bare.partition("=")[0]
         if key in ("page", "page_scale"):
             raise UserError(f"{arg}: pages come with their recipe, use recipe=<name>")
@@ -156,6 +155,9 @@ def _renamed(target: str) -> str:
     return target
 
 
+_LABELS = {"dspark": "DSpark", "dflash": "DFlash", "JF": "Jacobi Forcing", "ar_base": "AR base"}
+
+
 def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's stored config with current `_target_`s and keys; its decoders are left as they are, since an evaluation
     configures its own."""
@@ -163,6 +165,8 @@ def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     tuning = (found.get("method") or {}).get("tuning")
     if isinstance(tuning, dict) and "share" in tuning:
         tuning["interpolation"] = tuning.pop("share")
+    if "label" in found:
+        found["label"] = _LABELS.get(found["label"], found["label"])
     return found
 
 

@@ -80,8 +80,9 @@ def _own_choice(store: ConfigStore, package: str, page: str, choice: str, number
 
 
 def has_pretrained(page: str) -> bool:
-    """Whether recipes/<page>.yaml has numbers for pretrained targets."""
-    return "pretrained" in yaml.safe_load((ROOT / "recipes" / f"{page}.yaml").read_text("utf-8"))
+    """Whether recipes/<page>.yaml has numbers for pretrained targets; a user's own page has none."""
+    path = ROOT / "recipes" / f"{page}.yaml"
+    return path.is_file() and "pretrained" in yaml.safe_load(path.read_text("utf-8"))
 
 
 def store_variants(table: Path, decoders: Path) -> None:

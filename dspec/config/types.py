@@ -5,6 +5,7 @@ checks of dspec/config/checks.py and before anything is loaded.
 """
 
 import difflib
+import enum
 import functools
 import inspect
 import json
@@ -48,7 +49,9 @@ def parameters(target: str) -> dict[str, Any]:
     try:
         constructor = get_object(target)
     except Exception as error:  # whatever its module raises when it is imported
-        raise UserError(f"_target_={target} cannot be imported: {error}") from error
+        raise UserError(f"_target_={target} cannot be imported: {' '.join(str(error).split())}") from error
+    if not callable(constructor):
+        raise UserError(f"_target_={target} is a {type(constructor).__name__}, not a class or function to call")
     found: dict[str, Any] = {}
     for name, parameter in _signature(constructor).parameters.items():
         hint = Any if parameter.annotation is parameter.empty else parameter.annotation
@@ -66,6 +69,8 @@ def _signature(constructor: Callable[..., Any]) -> inspect.Signature:
         return inspect.signature(constructor, eval_str=True)
     except NameError:  # a name that is imported for type checkers only
         return inspect.signature(constructor)
+    except ValueError:  # written in C, without a signature
+        return inspect.signature(lambda **anything: None)
 
 
 def _check_section(path: str, node: Any, written: Any) -> None:
@@ -80,7 +85,10 @@ def _check_section(path: str, node: Any, written: Any) -> None:
 
 def _check_parameters(path: str, node: dict[str, Any], written: Any) -> None:
     target = node["_target_"]
-    known = parameters(target)
+    try:
+        known = parameters(target)
+    except UserError as error:
+        raise UserError(f"{_join(path, '')}{error}") from error
     for name, value in node.items():
         if name in _HYDRAS_KEYS:
             continue
@@ -104,8 +112,12 @@ def _mismatch(path: str, value: Any, hint: Any) -> str | None:
     for option in _options(hint):
         if isinstance(value, dict) and (inner := dict(_inner(value, option))):  # names the key inside
             found = (_mismatch(_join(path, name), value[name], inner[name]) for name in value if name in inner)
-            return next(filter(None, found), None) or f"unknown key {path}.{next(n for n in value if n not in inner)}"
-    shown = value if isinstance(value, str) else json.dumps(value, default=str)
+            if wrong := next(filter(None, found), None):
+                return wrong
+            if unknown := [name for name in value if name not in inner]:
+                return f"unknown key {path}.{unknown[0]}"
+            return f"{path} lacks {', '.join(name for name in inner if name not in value)}"
+    shown = value if isinstance(value, str) and not _is_numeral(value) else json.dumps(value, default=str)
     text = type(value) in (int, float) and str in _options(hint)
     quoted = f": quote it, '{path}=\"{shown}\"'" if text else ""
     return f"{path}={shown} must be {' or '.join(_words(hint))}{quoted}"
@@ -115,6 +127,7 @@ def _fits(value: Any, hint: Any) -> bool:
     options = _options(hint)
     if len(options) > 1:
         return any(_fits(value, option) for option in options)
+    (hint,) = options
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is None or hint in _SCALARS:
         return _is_scalar(value, hint)
@@ -124,13 +137,26 @@ def _fits(value: Any, hint: Any) -> bool:
         return True  # its object is known only once it is built
     if typing.is_typeddict(hint) or origin in (dict, Mapping):
         inner = dict(_inner(value, hint)) if isinstance(value, dict) else {}
-        return isinstance(value, dict) and all(n in inner and _fits(value[n], inner[n]) for n in value)
+        needed: frozenset[str] = getattr(hint, "__required_keys__", frozenset())
+        return (
+            isinstance(value, dict)
+            and needed <= set(value)
+            and all(n in inner and _fits(value[n], inner[n]) for n in value)
+        )
     if origin is tuple and args and args[-1] is not ...:
         return isinstance(value, list) and len(value) == len(args) and all(map(_fits, value, args))
     if origin in (list, tuple, Sequence):
-        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
-    built = origin is Callable or (inspect.isclass(hint) and hint not in (dict, list, tuple, object))
-    return not built  # an object that only a section with a _target_ gives
+        return isinstance(value, list) and (not args or all(_fits(item, args[0]) for item in value))
+    return not _is_built(hint)
+
+
+def _is_built(hint: Any) -> bool:
+    """Whether a parameter of this annotation takes an object that only a section with a `_target_` gives. Nothing is
+    said of annotations that plain values may satisfy: Any, abstract collections and numbers, enums."""
+    if typing.get_origin(hint) is Callable:
+        return True
+    plain = hint in (Any, object) or hint.__module__ in ("builtins", "collections.abc", "numbers", "typing")
+    return inspect.isclass(hint) and not plain and not issubclass(hint, enum.Enum)
 
 
 def _is_scalar(value: Any, hint: Any) -> bool:
@@ -138,6 +164,8 @@ def _is_scalar(value: Any, hint: Any) -> bool:
         return value is None
     if hint is float:
         return type(value) in (int, float)
+    if hint is bool:
+        return value in (0, 1) and type(value) in (bool, int)
     return type(value) is (str if hint is Path else hint)
 
 
@@ -150,7 +178,9 @@ def _inner(value: dict[str, Any], hint: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; else the annotation itself."""
+    """The members of a union; else the annotation itself, without its metadata."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return _options(typing.get_args(hint)[0])
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return tuple(o for arg in typing.get_args(hint) for o in _options(arg)) if union else (hint,)
 
@@ -171,6 +201,15 @@ def _words(hint: Any) -> list[str]:
         elif typing.is_typeddict(option) or origin in (dict, Mapping):
             found.append("a section")
     return list(dict.fromkeys(found)) or ["a section with a _target_"]
+
+
+def _is_numeral(text: str) -> bool:
+    """Whether a string looks like a number: shown without quotes, its error would be a riddle."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _join(path: str, name: object) -> str:

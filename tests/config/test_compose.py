@@ -104,6 +104,9 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
         (["recipe=dspark", "data.validation=-5"], ["data.validation=-5 must be an integer of at least 0"]),
         (["recipe=dspark", "optimizer.warmup=2"], ["optimizer.warmup=2", "fraction"]),
         (["recipe=dspark", "optimizer.cycles=0"], ["optimizer.cycles=0"]),
+        (["recipe=dspark", "~trainer"], ["the config has no trainer"]),
+        (["recipe=dspark", "seed=1.5"], ["seed=1.5 must be an integer"]),
+        (["recipe=dspark", "optimizer.cycles=0"], ["optimizer.cycles=0 must be an integer"]),
         (["recipe=dspark", "report=null"], ["report=null: a run needs it"]),
         (["recipe=dspark", "decoder.speculative=null"], ["decoder.speculative=null"]),
         (["recipe=dspark", "page=dflash"], ["page=dflash", "recipe=<name>"]),
@@ -350,8 +353,9 @@ def test_options_stand_before_overrides(args: list[str], ordered: list[str]) -> 
     assert run_folder._options_first(args) == ordered
 
 
-@pytest.mark.parametrize("group", ["logger", "target", "benchmark"])
-def test_a_group_is_no_null(group: str) -> None:
-    with pytest.raises(UserError, match=f"{group}=null: {group} needs one of its choices"):
-        check_arguments([f"{group}=null"])
+@pytest.mark.parametrize("arg", ["logger=null", "target=null", "benchmark=null", "scale=null", "decoder=[]"])
+def test_a_group_needs_a_choice(arg: str) -> None:
+    group = arg.partition("=")[0]
+    with pytest.raises(UserError, match=f"{group} needs one of its choices"):
+        check_arguments([arg])
     check_arguments(["draft=null", "calibration=null", "resume=null"])

@@ -1,8 +1,10 @@
 """Values are checked against the annotations of the constructors that get them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args, get_origin, is_typeddict
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, is_typeddict
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,6 +12,10 @@ from omegaconf import OmegaConf
 from dspec.config.compose import CONF, ROOT, composed, instantiate
 from dspec.config.types import check_types, parameters
 from dspec.errors import UserError
+
+
+class Colour(Enum):
+    RED = "red"
 
 
 class Size(TypedDict):
@@ -85,7 +91,7 @@ def test_what_fits_passes() -> None:
         ({"whole": "${other}"}, "thing.whole=2.5 must be an integer"),
         ({"number": "x"}, "thing.number=x must be a number"),
         ({"number": False}, "thing.number=false must be a number"),
-        ({"flag": 1}, "thing.flag=1 must be true or false"),
+        ({"flag": 2}, "thing.flag=2 must be true or false"),
         ({"text": 7}, "thing.text=7 must be a string: quote it, 'thing.text=\"7\"'"),
         ({"mode": "mid"}, "thing.mode=mid must be slow or fast"),
         ({"perhaps": "x"}, "thing.perhaps=x must be an integer or null"),
@@ -101,7 +107,7 @@ def test_what_fits_passes() -> None:
         ({"sampler": GOOD["sampler"] | {"temperature": "x"}}, "thing.sampler.temperature=x must be a number"),
         ({"build": "x"}, "thing.build=x must be null"),
         ({"wole": 1}, "unknown key thing.wole: Thing takes no wole (did you mean whole?)"),
-        ({"_target_": "things.Nothing"}, "_target_=things.Nothing cannot be imported"),
+        ({"_target_": "things.Nothing"}, "thing._target_=things.Nothing cannot be imported"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changed: dict[str, Any], line: str) -> None:
@@ -175,3 +181,48 @@ def test_help_and_the_composed_config_import_no_torch(tmp_path: Path) -> None:
             check=False, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+
+
+class Lenient:
+    """Annotations of which a plain value may be right, and none at all."""
+
+    def __init__(
+        self,
+        *,
+        anything: Any = 0,
+        bare=0,  # type: ignore[no-untyped-def]
+        real: Real = 0,  # type: ignore[assignment]
+        colour: Colour = Colour.RED,
+        items: Sequence = (),  # type: ignore[type-arg]
+        bounded: Annotated[int, "at least 0"] = 0,
+        **more: Any,
+    ) -> None:
+        """Keeps nothing."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"anything": 3}, {"bare": "x"}, {"real": 0.5}, {"colour": "red"}, {"items": [1]}, {"bounded": 2}, {"other": [1]}],
+)
+def test_values_that_may_be_right_pass(given: dict[str, Any]) -> None:
+    check_types(OmegaConf.create({"a": {"_target_": f"{__name__}.Lenient", **given}}))
+
+
+def test_a_target_that_cannot_be_called_is_named_with_its_section() -> None:
+    with pytest.raises(UserError, match=r"^a\._target_=math.pi is a float"):
+        check_types(OmegaConf.create({"a": {"_target_": "math.pi"}}))
+    with pytest.raises(UserError, match=r"^a\._target_=nowhere.X cannot be imported"):
+        check_types(OmegaConf.create({"a": {"_target_": "nowhere.X"}}))
+    with pytest.raises(UserError, match=r"a\.bounded=true must be an integer"):
+        check_types(OmegaConf.create({"a": {"_target_": f"{__name__}.Lenient", "bounded": True}}))
+    with pytest.raises(UserError, match=r"a\.whole=\"4\" must be an integer"):
+        check_types(OmegaConf.create({"a": {**GOOD, "whole": "4"}}))
+    with pytest.raises(UserError, match=r"a\.size lacks share"):
+        check_types(OmegaConf.create({"a": {**GOOD, "size": {"rows": 2}}}))
+    check_types(OmegaConf.create({"a": {**GOOD, "flag": 1}}))
+
+
+def test_interpolated_values_are_checked_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEEDS", "3")
+    cfg = composed("train", ["recipe=dspark", 'seed="${oc.decode:${oc.env:SEEDS}}"', "optimizer.cycles=${seed}"])
+    assert cfg.evaluation.seed == cfg.optimizer.cycles == 3

@@ -25,7 +25,8 @@ import dspec
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.models import language_model as target_module
-from dspec.models.language_model import _NORMS, LanguageModel, check_bfloat16, lm_logits, load_language_model
+from dspec.models.backbone import lm_logits
+from dspec.models.language_model import _NORMS, LanguageModel, check_bfloat16, load_language_model
 from dspec.provenance import fingerprint
 
 EXACT = {"rtol": 0, "atol": 1e-10}
