@@ -127,7 +127,7 @@ def full(end_B: Tensor) -> Predicate:
 
 
 def windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
-    """Several versions of one window of blocks, side by side in one row (LoPA, arXiv 2512.16229).
+    """Several versions of one window of blocks, side by side in one row (LoPA).
 
     A row is [cached slots | what all branches share | window of branch 1 | window of branch 2 | ...]; `branch_BQ` is 0
     for the shared slots. A query sees the slots before start[b], and those of its own and earlier blocks that are
