@@ -6,8 +6,12 @@ import torch
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.block_state import BlockRules
+from dspec.decoding.diffusion import COMMITTED, NONE, Alone, BlockDiffusion, DiffusionConfig, Placement
+from dspec.decoding.diffusion_pass import BLOCK_CAUSAL, FULL, PROBABILITY, Trained
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
+from dspec.decoding.lookahead import Lookahead
 from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.speculative import Speculative
@@ -68,3 +72,93 @@ def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) 
 def any_subset(*, target: LanguageModel, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
     """The tokens at chosen positions, one a pass or several; the drafter is not used."""
     return AnySubset(target=target, config=config)
+
+
+_NO_LOOKAHEAD = Lookahead(branches=0, confidence="mean", segment=1)
+
+
+def diffusion(
+    *, target: LanguageModel, draft: Draft | None, tokens_per_step: int, block_size: int | None, attention: str | None
+) -> Decoder:
+    """A diffusion LM's `tokens_per_step` most confident tokens a pass, block after block."""
+    rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=1.0, at_least=tokens_per_step)
+    return _block_by_block(target, rules, attention, NONE)
+
+
+def confidence_threshold(
+    *,
+    target: LanguageModel,
+    draft: Draft | None,
+    threshold: float,
+    block_size: int | None,
+    attention: str | None,
+    cache: str,
+) -> Decoder:
+    """All tokens more probable than the threshold, at least one a pass, block after block."""
+    rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=threshold, at_least=1)
+    return _block_by_block(target, rules, attention, cache)
+
+
+def d2f(
+    *,
+    target: LanguageModel,
+    draft: Draft | None,
+    block_size: int | None,
+    append: float,
+    activate: float,
+    threshold: float,
+) -> Decoder:
+    """Several blocks at a time under block-causal attention, cached exactly."""
+    rules = BlockRules(block_size=block_size, append=append, activate=activate, threshold=threshold, at_least=1)
+    return _block_diffusion(target, rules, BLOCK_CAUSAL, COMMITTED)
+
+
+def lopa(
+    *,
+    target: LanguageModel,
+    draft: Draft | None,
+    block_size: int | None,
+    append: float,
+    activate: float,
+    threshold: float,
+    window_attention: str,
+    cache: str,
+    branches: int,
+    confidence: str,
+    segment: int,
+    ranking: str,
+    placement: Placement | None = None,
+) -> Decoder:
+    """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM."""
+    rules = BlockRules(block_size=block_size, append=append, activate=activate, threshold=threshold, at_least=1)
+    lookahead = Lookahead(branches=branches, confidence=confidence, segment=segment)
+    return _block_diffusion(target, rules, window_attention, cache, lookahead, ranking, placement)
+
+
+def _block_by_block(target: LanguageModel, rules: BlockRules, attention: str | None, cache: str) -> Decoder:
+    """Under the attention that the model was trained with unless told otherwise. Filled blocks cost nothing to cache
+    exactly under block-causal attention."""
+    attention = attention or Trained.of(target).attention or FULL
+    return _block_diffusion(
+        target, rules, attention, COMMITTED if (attention, cache) == (BLOCK_CAUSAL, NONE) else cache
+    )
+
+
+def _block_diffusion(
+    target: LanguageModel,
+    rules: BlockRules,
+    attention: str,
+    cache: str,
+    lookahead: Lookahead = _NO_LOOKAHEAD,
+    ranking: str = PROBABILITY,
+    placement: Placement | None = None,
+) -> Decoder:
+    config = DiffusionConfig(rules=rules, attention=attention, cache=cache, lookahead=lookahead, ranking=ranking)
+    trained = Trained.of(target).attention
+    if trained not in (None, attention):
+        warnings.warn(
+            f"{target.name!r} was trained under {trained} attention, this decoder's is {attention}: its answers "
+            "are not what the model was trained for (results have both)",
+            stacklevel=3,
+        )
+    return BlockDiffusion(target=target, config=config, placement=placement or Alone())

@@ -22,7 +22,7 @@ CONFIDENCES = ("mean", "sliding_window", "lowest_segment")
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead:
-    """`branches` k next to the anchor (0: none). A branch's confidence is the mean over its open slots; or, of the means
+    """`branches` k next to the anchor (0: none). A branch's confidence: the mean over its open slots; or, of the means
     over every `segment` successive open slots, their mean (sliding_window) or the lowest (lowest_segment)."""
 
     branches: int
