@@ -95,7 +95,7 @@ class Flight:
     anchor: BlockState
     uniforms: torch.Generator
     tried: list[tuple[int, int]] = field(default_factory=list)
-    last: Tensor | None = None  # hidden state [D] at the place before the next window, which it is read for
+    last: Tensor | None = None  # of a model with shifted logits: hidden state [D] at the place before the next window
     frozen_at: int | None = None  # the block whose surroundings are in the cache (prefix and dual)
     filled_in: dict[int, int] = field(default_factory=dict)  # the pass that filled each slot
 
@@ -312,7 +312,7 @@ class BlockDiffusion:
             if not committed:
                 flight.frozen_at = _begun(flight.anchor).first
             before = (flight.anchor.settled if committed else flight.anchor.prompt + _begun(flight.anchor).first) - 1
-            if (index := layout.index(before, packet.branch)) is not None:
+            if self.trained.shift and (index := layout.index(before, packet.branch)) is not None:
                 flight.last = hidden_BLD[b, index].clone()
             if committed and packet.branch in layout.branches:
                 for place in range(layout.window[0], flight.anchor.settled):
