@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Generator, Tensor, nn
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -31,7 +32,7 @@ class Batch:
     supervised_BL: Tensor  # bool: tokens that are supervised (the response and its end token)
     document_BL: Tensor | None = None  # packed rows: the document of each position (-1 = padding)
     positions_BL: Tensor | None = None  # packed rows: position within the document
-    numbers: Sequence[int] | None = None  # of the rows among all that are drawn, over batches and ranks
+    row_numbers: Sequence[int] | None = None  # index of each row among the rows of all batches and ranks
 
     def to(self, device: object) -> Self:
         held = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -43,12 +44,14 @@ class Method(nn.Module, ABC):
     beforehand (training/models.py)."""
 
     shown: ClassVar[tuple[str, ...]] = ()  # metrics shown on the progress bar next to the loss
+    # the dtype in which a trained target ships, rounded to it before it is evaluated; None: the config's
+    export_dtype: ClassVar[torch.dtype | None] = None
 
     @abstractmethod
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         """The loss of one micro-batch. All randomness of row b comes from generators[b], so that it depends neither on
-        the other rows of the batch nor on the number of ranks. So do the rows' `numbers`, by which low-discrepancy
-        sequences over rows, accumulated batches and ranks count."""
+        the other rows of the batch nor on the number of ranks. A quantity that follows a low-discrepancy sequence over
+        rows, instead of being drawn for each, takes the index in that sequence from the batch's `row_numbers`."""
 
     def begin(self, data: Any) -> None:
         """Called once before the first step with the data module, whose rows are ready by then."""
@@ -61,7 +64,8 @@ class Method(nn.Module, ABC):
         """Called after each optimizer step (EMA weights are updated here)."""
 
     def finish(self) -> None:
-        """Called once after training: turns the weights into plain ones, as they are decoded and shipped."""
+        """Called once after training: leaves plain weights, merged and without caches, as they are decoded;
+        training/models.py then rounds them to the dtype in which they ship."""
 
     @abstractmethod
     def export(self, folder: Path, *, card: str) -> Path:

@@ -28,8 +28,8 @@ from dspec.config import one_line_errors
 from dspec.errors import UserError
 from dspec.models.language_model import check_bfloat16
 from dspec.provenance import provenance
-from eval import old_forms
-from eval.old_forms import Pair
+from eval import plain_forms
+from eval.plain_forms import Pair
 
 Build = Callable[[torch.dtype], Pair]
 FORMS = ("plain", "ours")
@@ -44,36 +44,40 @@ def cases(*, small: bool) -> Mapping[str, tuple[Build, tuple[str, ...], bool]]:
         return tiny if small else large
 
     long, medium, layers = sizes(2048, 24), sizes(512, 16), sizes(30, 1)
-    dspark = partial(old_forms.step, anchors=sizes(512, 6), length=sizes(2048, 32))
+    dspark = partial(plain_forms.step, anchors=sizes(512, 6), length=sizes(2048, 32))
     single = ("float32",)
-    ar = partial(old_forms.ar_pass, layers=layers)
+    ar = partial(plain_forms.ar_pass, layers=layers)
     return {
         "step V=32k": (partial(dspark, vocab=sizes(32_000, 50)), BOTH, True),
         "step V=152k": (partial(dspark, vocab=sizes(151_936, 50)), single, True),
-        "loss V=32k": (partial(old_forms.loss, vocab=sizes(32_000, 50), rows=sizes(1792, 9)), BOTH, True),
-        "loss V=152k": (partial(old_forms.loss, vocab=sizes(151_936, 50), rows=sizes(512, 9)), BOTH, True),
+        "loss V=32k": (partial(plain_forms.loss, vocab=sizes(32_000, 50), rows=sizes(1792, 9)), BOTH, True),
+        "loss V=152k": (partial(plain_forms.loss, vocab=sizes(151_936, 50), rows=sizes(512, 9)), BOTH, True),
         "training attention, 512 anchors": (
-            partial(old_forms.training_attention, anchors=medium, length=long),
+            partial(plain_forms.training_attention, anchors=medium, length=long),
             BOTH,
             True,
         ),
-        "1 query after 512": (partial(old_forms.few_queries, queries=1, rows=1, context=medium), BOTH, False),
-        "1 query after 2048": (partial(old_forms.few_queries, queries=1, rows=1, context=long), BOTH, False),
-        "1 query after 512, 16 rows": (partial(old_forms.few_queries, queries=1, rows=16, context=medium), BOTH, False),
-        "8 queries after 512": (partial(old_forms.few_queries, queries=8, rows=1, context=medium), BOTH, False),
-        "8 queries after 2048": (partial(old_forms.few_queries, queries=8, rows=1, context=long), BOTH, False),
+        "1 query after 512": (partial(plain_forms.few_queries, queries=1, rows=1, context=medium), BOTH, False),
+        "1 query after 2048": (partial(plain_forms.few_queries, queries=1, rows=1, context=long), BOTH, False),
+        "1 query after 512, 16 rows": (
+            partial(plain_forms.few_queries, queries=1, rows=16, context=medium),
+            BOTH,
+            False,
+        ),
+        "8 queries after 512": (partial(plain_forms.few_queries, queries=8, rows=1, context=medium), BOTH, False),
+        "8 queries after 2048": (partial(plain_forms.few_queries, queries=8, rows=1, context=long), BOTH, False),
         "AR pass after 512": (partial(ar, rows=1, context=medium), BOTH, False),
         "AR pass after 2048": (partial(ar, rows=1, context=long), BOTH, False),
         "AR pass after 512, 16 rows": (partial(ar, rows=sizes(16, 2), context=medium), BOTH, False),
-        "prefill of 2048": (partial(old_forms.prefill, rows=1, length=long, layers=sizes(8, 1)), BOTH, True),
+        "prefill of 2048": (partial(plain_forms.prefill, rows=1, length=long, layers=sizes(8, 1)), BOTH, True),
         "prefill of 512, 8 rows": (
-            partial(old_forms.prefill, rows=sizes(8, 2), length=medium, layers=sizes(8, 1)),
+            partial(plain_forms.prefill, rows=sizes(8, 2), length=medium, layers=sizes(8, 1)),
             BOTH,
             True,
         ),
     } | {
         f"LM head, {rows} rows, V={vocab}": (
-            partial(old_forms.head_rows, rows=rows, vocab=sizes(vocab, 50)),
+            partial(plain_forms.head_rows, rows=rows, vocab=sizes(vocab, 50)),
             single,
             False,
         )
@@ -158,7 +162,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--repeats and --threads must be at least 1")
     if any("bfloat16" in known[name][1] for name in chosen):
         check_bfloat16()
-    config = {"threads": args.threads, "repeats": args.repeats, "chunk_mb": old_forms.CHUNK_MB, "small": args.small}
+    config = {"threads": args.threads, "repeats": args.repeats, "chunk_mb": plain_forms.CHUNK_MB, "small": args.small}
     made = provenance(seed=0, dtype="see rows", config=config, prompt_policy={})
     rows: list[dict[str, Any]] = []
     for name in chosen:

@@ -15,20 +15,21 @@ from dspec.decoding.any_subset import AnySubsetConfig
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
 from dspec.errors import UserError
+from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
-from eval.results import AR, AR_OF_BASE
+from eval.results import ANY_SUBSET, AR
 
 Base = Callable[[], LanguageModel]
 Build = Callable[..., Decoder]
-ANY_SUBSET = "any_subset"  # the serial decoder of texts that are filled in at chosen positions: AR cannot do that
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A row of the table: its label, and `build(target=, draft=)` for its decoder.
 
-    `infills`: whether it can fill holes at any positions; all others write left to right. `baseline` names the decoder
-    of the same weights at one token per pass: mismatches and speedup are relative to it.
+    `baseline` names the decoder of the same weights that emits one token per pass: mismatches and speedup are relative
+    to it. `infills`: whether it can fill holes at any positions; all others write left to right. `of_base`: whether it
+    decodes with the base before training.
     """
 
     label: str
@@ -37,7 +38,7 @@ class DecoderSpec:
     infills: bool = False
     of_base: bool = False
 
-    def check(self, *, target: LanguageModel, draft: Any) -> None:
+    def check(self, *, target: LanguageModel, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
         if not self.of_base:
             self.build(target=target, draft=draft)
@@ -86,7 +87,7 @@ def jacobi(
 def any_subset(*, label: str, weights: str, base: Base) -> DecoderSpec:
     """An any-subset model's tokens at chosen positions, one per pass; the drafter is not used."""
     config = AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0)
-    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=ANY_SUBSET)
+    return _spec(label, weights, base, partial(factory.any_subset, config=config), baseline=ANY_SUBSET)
 
 
 def assd(
@@ -94,19 +95,18 @@ def assd(
 ) -> DecoderSpec:
     """Any-Subset Speculative Decoding: the same tokens, several per pass; the drafter is not used."""
     config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
-    return _spec(label, weights, base, partial(factory.any_subset, config=config), serial=ANY_SUBSET)
+    return _spec(label, weights, base, partial(factory.any_subset, config=config), baseline=ANY_SUBSET)
 
 
-def _spec(label: str, weights: str, base: Base, build: Build, *, serial: str = AR) -> DecoderSpec:
-    """The baseline is the decoder `serial` of the same weights. Raises UserError for unknown `weights`."""
+def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str = AR) -> DecoderSpec:
+    """`baseline` is that of the trained weights; the base has its own. Raises UserError for unknown `weights`."""
     if weights not in ("trained", "base"):
         raise UserError(f"{label}: weights={weights} must be trained (the target after training) or base (before it)")
+    infills = baseline == ANY_SUBSET
     if weights == "trained":
-        return DecoderSpec(label=label, build=build, baseline=serial, infills=serial == ANY_SUBSET)
-    own = partial(on_base, base=base, build=build)
-    if serial == AR:
-        return DecoderSpec(label=label, build=own, baseline=AR_OF_BASE, of_base=True)
-    return DecoderSpec(label=label, build=own, baseline=f"base_{serial}", infills=True, of_base=True)
+        return DecoderSpec(label=label, build=build, baseline=baseline, infills=infills)
+    build = partial(on_base, base=base, build=build)
+    return DecoderSpec(label=label, build=build, baseline=f"base_{baseline}", infills=infills, of_base=True)
 
 
 def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:

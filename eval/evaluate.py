@@ -6,6 +6,7 @@ over samples in eval/rows.py, the format of results.json in eval/results.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,19 +24,30 @@ from dspec.models.language_model import LanguageModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
-from eval.decoders import ANY_SUBSET, DecoderSpec
+from eval.decoders import DecoderSpec
 from eval.gate import against_generate, timed
 from eval.progress import Meter
 from eval.prompts import Prompt, encode
 from eval.reports.table import line
-from eval.results import AR, AR_OF_BASE, ResultRow, assemble, kept_ar_check
+from eval.results import ANY_SUBSET, AR, ResultRow, assemble, kept_ar_check, reference
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
 
 Prompts = list[tuple[Item, Prompt]]
-Check = dict[str, Any]
+ARCheck = dict[str, Any]  # the result of eval/gate.py
 T = TypeVar("T")
-Grown = Callable[[list[ResultRow], Check], None]
+OnRows = Callable[[list[ResultRow], ARCheck], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Condition:
+    """One benchmark at one temperature, with the decoders that can answer its prompts."""
+
+    name: str
+    benchmark: Benchmark
+    sampling: Sampling
+    prompts: Prompts
+    decoders: Mapping[str, Decoder]
 
 
 class Evaluation:
@@ -76,7 +88,7 @@ class Evaluation:
     ) -> dict[str, Prompts]:
         """Items and their prompt ids, by benchmark. Raises UserError if plain AR or another baseline is missing, for a
         benchmark without prompts, and for a prompt that does not fit the context."""
-        if lacking := sorted({c.baseline for c in specs.values()} - specs.keys()):
+        if lacking := sorted({spec.baseline for spec in specs.values()} - specs.keys()):
             raise UserError(f"decoder must contain {', '.join(lacking)}, the baseline of others in it")
         encoded = {
             name: [
@@ -87,8 +99,9 @@ class Evaluation:
         if not all(encoded.values()) or not encoded:
             raise UserError("a benchmark has no prompts: set its count to at least 1")
         for name, prompts in encoded.items():
-            if (reference := _reference(prompts)) not in specs:
-                raise UserError(f"decoder must contain {reference}: speeds on {name} are measured against it")
+            needed = ANY_SUBSET if _infilling(prompts) else AR
+            if needed not in specs:
+                raise UserError(f"decoder must contain {needed}: speeds on {name} are measured against it")
             for item, prompt in prompts:
                 try:
                     target.check_length(len(prompt.ids), prompt.max_new_tokens)
@@ -109,16 +122,16 @@ class Evaluation:
         run: Mapping[str, Any],
         calibration: Mapping[str, Any] | None,
         settings: Mapping[str, Any],
-        accepted: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """The content of results.json: the rows and, with `run`, their provenance.
 
         samples.jsonl and results.json grow in `folder`; existing content is resumed from if it was written with the
-        same settings, weights and data; `accepted` is called once that is known.
+        same settings, weights and data; `on_start` is called once that is known.
         """
         run = {**run, "benchmarks": {name: benchmark.source() for name, benchmark in benchmarks.items()}}
 
-        def results(rows: Sequence[ResultRow], check: Check, *, complete: bool) -> dict[str, Any]:
+        def results(rows: Sequence[ResultRow], check: ARCheck, *, complete: bool) -> dict[str, Any]:
             return assemble(rows, run=run, ar_check=check, calibration=calibration, complete=complete)
 
         rows, check = self.rows(
@@ -131,8 +144,8 @@ class Evaluation:
             samples=folder / "samples.jsonl",
             settings=settings,
             kept_check=kept_ar_check(folder),
-            accepted=accepted,
-            grown=lambda rows, check: write_json(folder / "results.json", results(rows, check, complete=False)),
+            on_start=on_start,
+            on_rows=lambda rows, check: write_json(folder / "results.json", results(rows, check, complete=False)),
         )
         return results(rows, check, complete=True)
 
@@ -147,61 +160,76 @@ class Evaluation:
         stop_ids: Sequence[int],
         samples: Path,
         settings: Mapping[str, Any],
-        kept_check: Check | None = None,
-        accepted: Callable[[], None] = lambda: None,
-        grown: Grown = lambda rows, check: None,
-    ) -> tuple[list[ResultRow], Check]:
+        kept_check: ARCheck | None = None,
+        on_start: Callable[[], None] = lambda: None,
+        on_rows: OnRows = lambda rows, check: None,
+    ) -> tuple[list[ResultRow], ARCheck]:
         """All rows, and the check of our AR loop against transformers' generate.
 
         Resumes from existing `samples` (a JSONL file); then `kept_check`, from the session that timed them, is used.
-        Raises UserError, before `accepted` is called, if they were written with other settings, weights or data.
-        `grown` is called with the rows so far: none at first, then after each benchmark and temperature.
+        Raises UserError, before `on_start` is called, if they were written with other settings, weights or data.
+        `on_rows` is called with the rows so far: none at first, then after each benchmark and temperature.
         """
         with Meter("evaluation") as meter, torch.inference_mode():
             meter.phase("reading weights and prompts")
             weights = {"target": fingerprint(target.model), "draft": fingerprint(draft) if draft is not None else None}
             encoded = self.encode_prompts(target=target, specs=specs, benchmarks=benchmarks, policy=policy)
-            written = {**settings, "weights": weights, "data": {n: _data(b) for n, b in benchmarks.items()}}
-            decoders = {key: c.build(target=target, draft=draft) for key, c in specs.items()}
-            with SampleLog(samples, written) as log:
+            data = {name: _verdict_data(benchmark) for name, benchmark in benchmarks.items()}
+            decoders = {key: spec.build(target=target, draft=draft) for key, spec in specs.items()}
+            with SampleLog(samples, {**settings, "weights": weights, "data": data}) as log:
                 for name, prompts in encoded.items():
                     log.check_prompts(name, [(item.id, prompt.key) for item, prompt in prompts])
-                accepted()
+                on_start()
                 rows: list[ResultRow] = []
                 if log.samples and kept_check is not None:
                     check = kept_check
                 else:
-                    check = self._gate(target, benchmarks, encoded, stop_ids, meter)
+                    check = self._check_ar(target, benchmarks, encoded, stop_ids, meter)
                 if not log.samples:
-                    grown(rows, check)
-                able = {name: _able(specs, prompts) for name, prompts in encoded.items()}
-                total = sum(len(prompts) * len(able[name]) for name, prompts in encoded.items()) * len(self.samplings)
-                meter.expect(total, done=len(log.samples))
-                for name, benchmark in benchmarks.items():
-                    for sampling in self.samplings:
-                        running = {key: decoders[key] for key in able[name]}
-                        fresh = self._run(
-                            target, name, benchmark, running, sampling, encoded[name], stop_ids, log, meter
-                        )
-                        reference = AR_OF_BASE if AR_OF_BASE in running else _reference(encoded[name])
-                        done = self._rows(target, name, benchmark, specs, running, reference, sampling, log)
-                        rows += done
-                        if fresh:
-                            for one in done:
-                                meter.say(line(one, trusted=bool(check["trusted"])))
-                            grown(rows, check)
+                    on_rows(rows, check)
+                conditions = self._conditions(specs, benchmarks, encoded, decoders)
+                meter.expect(sum(len(c.prompts) * len(c.decoders) for c in conditions), done=len(log.samples))
+                for condition in conditions:
+                    decoded = self._decode(condition, target, stop_ids, log, meter)
+                    added = self._rows(condition, target, specs, log)
+                    rows += added
+                    if decoded:
+                        for one in added:
+                            meter.say(line(one, trusted=bool(check["trusted"])))
+                        on_rows(rows, check)
         return rows, check
 
-    def _gate(
+    def _conditions(
+        self,
+        specs: Mapping[str, DecoderSpec],
+        benchmarks: Mapping[str, Benchmark],
+        encoded: Mapping[str, Prompts],
+        decoders: Mapping[str, Decoder],
+    ) -> list[_Condition]:
+        """Only any-subset decoders can fill holes; they also write from left to right."""
+        return [
+            _Condition(
+                name=name,
+                benchmark=benchmark,
+                sampling=sampling,
+                prompts=encoded[name],
+                decoders={key: decoders[key] for key in specs if specs[key].infills or not _infilling(encoded[name])},
+            )
+            for name, benchmark in benchmarks.items()
+            for sampling in self.samplings
+        ]
+
+    def _check_ar(
         self,
         target: LanguageModel,
         benchmarks: Mapping[str, Benchmark],
         encoded: Mapping[str, Prompts],
         stop_ids: Sequence[int],
         meter: Meter,
-    ) -> Check:
-        written = [name for name, prompts in encoded.items() if _reference(prompts) == AR]
-        name, most = (written[0], self.generate_prompts) if written else (next(iter(benchmarks)), 0)
+    ) -> ARCheck:
+        """AR against generate, on the first benchmark that AR can answer; without one nothing is timed."""
+        answered = [name for name, prompts in encoded.items() if not _infilling(prompts)]
+        name, most = (answered[0], self.generate_prompts) if answered else (next(iter(benchmarks)), 0)
         if most:
             meter.phase("comparing AR with transformers' generate")
         return against_generate(
@@ -215,45 +243,33 @@ class Evaluation:
             tick=lambda: meter.advance(0),
         )
 
-    def _run(
-        self,
-        target: LanguageModel,
-        name: str,
-        benchmark: Benchmark,
-        decoders: Mapping[str, Decoder],
-        sampling: Sampling,
-        prompts: Prompts,
-        stop_ids: Sequence[int],
-        log: SampleLog,
-        meter: Meter,
+    def _decode(
+        self, condition: _Condition, target: LanguageModel, stop_ids: Sequence[int], log: SampleLog, meter: Meter
     ) -> bool:
-        """Decodes what is missing from `log`; returns whether anything was."""
-        strings, temperature = StopStrings(target.tokenizer, benchmark.stop), sampling.temperature
+        """Decodes and logs the samples that are not in `log` yet; returns whether there were any."""
+        name, sampling, decoders = condition.name, condition.sampling, condition.decoders
+        strings = StopStrings(target.tokenizer, condition.benchmark.stop)
+        stop = strings if condition.benchmark.stop else None
 
         def answer(decoder: Decoder, batch: Prompts) -> list[Generation]:
-            stop = strings if benchmark.stop else None
-            return decode(
-                decoder,
-                [
-                    prompt.request(
-                        sampling=sampling, seed=prompt_seed(self.seed, item.id), stop_ids=stop_ids, stop=stop
-                    )
-                    for item, prompt in batch
-                ],
-            )
+            requests = [
+                prompt.request(sampling=sampling, seed=prompt_seed(self.seed, item.id), stop_ids=stop_ids, stop=stop)
+                for item, prompt in batch
+            ]
+            return decode(decoder, requests)
 
-        before = log.select(name, temperature)
-        answered, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
-        rest = [prompt for prompt in prompts if prompt[0].id not in answered]
+        logged = log.select(name, sampling.temperature)
+        answered, first = {s.id for s in logged}, 1 + max((s.batch for s in logged), default=-1)
+        rest = [prompt for prompt in condition.prompts if prompt[0].id not in answered]
         batches = [rest[i : i + self.batch_size] for i in range(0, len(rest), self.batch_size)]
         if batches and self.warmup:
-            meter.phase(f"{name} T={temperature:g}, warm-up")
+            meter.phase(f"{name} T={sampling.temperature:g}, warm-up")
         for batch in batches[: self.warmup]:
             for decoder in decoders.values():
                 answer(decoder, batch)
                 meter.advance(0)
         if batches:
-            meter.phase(f"{name} T={temperature:g}")
+            meter.phase(f"{name} T={sampling.temperature:g}")
         for number, batch in enumerate(batches, first):
             samples: dict[str, list[Sample]] = {}
             for key in rotated(list(decoders), number):
@@ -265,13 +281,13 @@ class Evaluation:
                     samples[key].append(
                         Sample(
                             benchmark=name,
-                            temperature=temperature,
+                            temperature=sampling.temperature,
                             decoder=key,
                             batch=number,
                             id=item.id,
                             prompt_sha256=digest(prompt.key),
                             text=text,
-                            verdicts=benchmark.score(item, text),
+                            verdicts=condition.benchmark.score(item, text),
                             generation=generation,
                             seconds=seconds,
                         )
@@ -281,33 +297,27 @@ class Evaluation:
         return bool(batches)
 
     def _rows(
-        self,
-        target: LanguageModel,
-        name: str,
-        benchmark: Benchmark,
-        specs: Mapping[str, DecoderSpec],
-        decoders: Mapping[str, Decoder],
-        reference: str,
-        sampling: Sampling,
-        log: SampleLog,
+        self, condition: _Condition, target: LanguageModel, specs: Mapping[str, DecoderSpec], log: SampleLog
     ) -> list[ResultRow]:
-        samples = log.select(name, sampling.temperature)
-        by_decoder = {key: [s for s in samples if s.decoder == key] for key in decoders}
+        samples = log.select(condition.name, condition.sampling.temperature)
+        by_decoder = {key: [s for s in samples if s.decoder == key] for key in condition.decoders}
+        shared = reference(by_decoder)
         return [
             {
                 "method": specs[key].label,
                 "target": target.name,
-                "decoder": {"name": key, **decoders[key].settings(sampling)},
-                "serial": specs[key].baseline,
-                "lossless": decoders[key].lossless,
-                "benchmark": name,
+                "decoder": {"name": key, **condition.decoders[key].settings(condition.sampling)},
+                "baseline": specs[key].baseline,
+                "reference": shared,
+                "lossless": condition.decoders[key].lossless,
+                "benchmark": condition.name,
                 "batch_size": self.batch_size,
                 **row(
                     answered,
                     by_decoder[specs[key].baseline],
-                    by_decoder[reference],
-                    quality=benchmark.quality,
-                    greedy=sampling.greedy,
+                    by_decoder[shared],
+                    quality=condition.benchmark.quality,
+                    greedy=condition.sampling.greedy,
                     seed=self.seed,
                 ),
             }
@@ -315,20 +325,15 @@ class Evaluation:
         ]
 
 
-def _data(benchmark: Benchmark) -> dict[str, Any]:
+def _verdict_data(benchmark: Benchmark) -> dict[str, Any]:
     """The part of a benchmark's provenance that verdicts depend on; prompts are compared one by one."""
     source = benchmark.source()
     return {key: source.get(key) for key in ("sha256", "prompt")}
 
 
-def _reference(prompts: Prompts) -> str:
-    """The decoder that speeds on these prompts refer to: AR cannot fill holes."""
-    return AR if prompts[0][1].positions is None else ANY_SUBSET
-
-
-def _able(specs: Mapping[str, DecoderSpec], prompts: Prompts) -> list[str]:
-    """Decoders that can answer these prompts: any-subset ones write from left to right, too."""
-    return [key for key, spec in specs.items() if spec.infills or _reference(prompts) == AR]
+def _infilling(prompts: Prompts) -> bool:
+    """Whether these prompts have holes to fill: AR cannot answer them."""
+    return prompts[0][1].positions is not None
 
 
 def rotated(order: Sequence[T], by: int) -> list[T]:

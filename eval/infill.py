@@ -8,42 +8,23 @@
 
 import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import PromptPolicy, prompt_ids
 from dspec.config import one_line_errors
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
-from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.language_model import load_language_model
 from dspec.terminal import quiet
+from eval.prompts import Prompt
 
 _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
 
 
-@dataclass(frozen=True)
-class Text:
-    """Visible tokens and the positions of them and then of the holes; positions from `start` on are the user's text."""
-
-    ids: list[int]
-    positions: list[int]
-    start: int
-
-    @property
-    def holes(self) -> int:
-        return len(self.positions) - len(self.ids)
-
-    def filled(self, tokens: Sequence[int]) -> list[int]:
-        text = dict(zip(self.positions, [*self.ids, *tokens], strict=True))
-        return [text[position] for position in range(self.start, len(text))]
-
-
-def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) -> Text:
+def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) -> Prompt:
     """`text` with its [MASK:n] as holes; with a `task`, as the response to that user turn.
 
     Raises UserError for a text without holes, an empty one, and a text without anything visible.
@@ -65,7 +46,7 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
         raise UserError('the text has no hole: mark holes as [MASK:n], such as "The [MASK:4] sat on the mat"')
     if not ids:
         raise UserError("the text has no visible token: at least one must be given, or a --task")
-    return Text(ids, [*seen, *holes], len(turn))
+    return Prompt(ids=ids, max_new_tokens=len(holes), positions=[*seen, *holes], start=len(turn))
 
 
 def main() -> None:
@@ -81,19 +62,13 @@ def main() -> None:
     with one_line_errors():
         quiet()
         model = load_language_model(path=args.model, name=args.model, dtype="float32", device="cpu", mask_token_id=None)
-        text = parse(model.tokenizer, args.text, task=args.task)
+        prompt = parse(model.tokenizer, args.text, task=args.task)
         config = AnySubsetConfig(num_drafts=args.num_drafts, draft=args.draft, bonus=True, tolerance=0.0)
-        request = Request(
-            ids=text.ids,
-            sampling=Sampling(temperature=args.temperature, top_p=1.0),
-            max_new_tokens=text.holes,
-            stop_ids=(),
-            seed=args.seed,
-            positions=text.positions,
-        )
+        sampling = Sampling(temperature=args.temperature, top_p=1.0)
+        request = prompt.request(sampling=sampling, seed=args.seed, stop_ids=(), stop=None)
         [generation] = decode(AnySubset(target=model, config=config), [request])
-    print(model.tokenizer.decode(text.filled(generation.tokens)))
-    print(f"{text.holes} tokens in {generation.nfe} forward passes")
+    print(model.tokenizer.decode(prompt.response(generation.tokens)))
+    print(f"{prompt.max_new_tokens} tokens in {generation.nfe} forward passes")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
         run=provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(target.tokenizer)),
         calibration=None,
         settings={key: value for key, value in plain.items() if key not in ("resume", "limit", "logger")},
-        accepted=lambda: remember_command(cfg),
+        on_start=lambda: remember_command(cfg),
     )
     write_json(run_dir / "config.json", plain)
     return EvaluationResult(loaded, specs, benchmarks, evaluation, results)

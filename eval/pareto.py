@@ -65,17 +65,18 @@ def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> str:
     runs = {folder: load(folder) for folder in folders}
     check_comparable(runs)
     rows = pooled(runs, temperature=temperature)
-    serial = next((row for name in (AR_OF_BASE, AR) for row in rows.values() if row["name"] == name), None)
-    if serial is None:
+    plain_ar = next((row for name in (AR_OF_BASE, AR) for row in rows.values() if row["name"] == name), None)
+    if plain_ar is None:
         raise UserError("no run has plain AR: quality has no reference")
     run = next(iter(runs.values()))
-    low, high = wilson(round(serial["quality"] * serial["n"]), serial["n"]) or (0.0, 1.0)
+    low, high = wilson(round(plain_ar["quality"] * plain_ar["n"]), plain_ar["n"]) or (0.0, 1.0)
+    prompts = f"{plain_ar['n']} prompts ({', '.join(plain_ar['benchmarks'])})"
     title = (
-        f"{run['rows'][0]['target']}, T={temperature:g}, {serial['n']} prompts ({', '.join(serial['benchmarks'])}), "
-        f"commit {str(run['run']['git']['sha'])[:7]}\nband: 95 % interval of plain AR's quality"
+        f"{run['rows'][0]['target']}, T={temperature:g}, {prompts}, commit {str(run['run']['git']['sha'])[:7]}\n"
+        "band: 95 % interval of plain AR's quality"
     )
     points = {label: (row["tpf"], row["quality"]) for label, row in rows.items()}
-    plot_pareto(points, reference=(serial["quality"], low, high), title=title, path=path)
+    plot_pareto(points, reference=(plain_ar["quality"], low, high), title=title, path=path)
     cells = [[label, f"{100 * quality:.1f}", f"{tpf:.2f}"] for label, (tpf, quality) in points.items()]
     return aligned(("decoder", "quality %", "tpf"), cells)
 

@@ -1,4 +1,4 @@
-"""What an item of a benchmark is for a decoder: visible tokens and, for a text with holes, where all tokens stand."""
+"""Prompts as decoders take them: visible token ids and, for a text with holes, the positions of all tokens."""
 
 import random
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ from eval.benchmarks.base import Benchmark, Item
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """`ids` are visible. With holes, `positions` are those of `ids` and then of the holes, each part ascending, and the
-    response begins at `start`; None: the response follows the prompt, and ends itself."""
+    """Visible tokens `ids`, to be followed by at most `max_new_tokens`; `positions` is then None.
+
+    With holes, `positions` are those of `ids` and then of the `max_new_tokens` holes, each part ascending, and the
+    response is the text from position `start` on.
+    """
 
     ids: list[int]
     max_new_tokens: int
@@ -24,11 +27,11 @@ class Prompt:
 
     @property
     def key(self) -> list[int]:
-        """What tells this prompt from others."""
+        """Identifies the prompt among those of its benchmark."""
         return self.ids if self.positions is None else [*self.ids, *self.positions]
 
     def request(self, *, sampling: Sampling, seed: int, stop_ids: Sequence[int], stop: ShouldStop | None) -> Request:
-        """Holes are filled whatever stands in them: no token ends the answer early."""
+        """With holes, no token or string ends the answer early: each hole gets a token."""
         filled = self.positions is not None
         return Request(
             ids=self.ids,

@@ -1,23 +1,27 @@
 """results.json: its format, and how it is assembled, read and pooled. Imports nothing heavy.
 
-    {"schema": 2, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
+    {"schema": 3, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
 
 A row is one decoder on one benchmark at one temperature: counts over its prompts (COUNTS), ratios of these sums,
-quality, speed and intervals. Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the
-counts, so that no reader has to know how many tokens a prefill emits or which passes were rounds.
+quality, speed and intervals. `baseline` is the decoder of the same weights that emits one token per pass: `speedup` is
+over it. `reference` is the decoder that all rows of a benchmark share: `speedup_vs_base_ar` is over that.
+
+Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the counts, so that no reader has
+to know how many tokens a prefill emits or which passes were rounds.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
 from dspec.old_names import renamed
 
-SCHEMA = 2
+SCHEMA = 3
 AR = "autoregressive"
 AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, if a method trains the target's own weights
+ANY_SUBSET = "any_subset"  # one token per pass at given positions: the baseline of infilling, where AR cannot be used
 UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up with transformers' generate
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
 
@@ -36,6 +40,18 @@ def assemble(
     while there are benchmarks left to evaluate."""
     run = {**run, "ar_check": ar_check, "complete": complete}
     return {"schema": SCHEMA, "run": run, "rows": list(rows), "calibration": calibration}
+
+
+def reference(decoders: Container[str]) -> str:
+    """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
+    if it is there, else AR, else (infilling) any_subset."""
+    return next(name for name in (AR_OF_BASE, AR, ANY_SUBSET) if name in decoders)
+
+
+def baseline_label(baselines: Iterable[str]) -> str:
+    """How tables name these baselines: AR, any_subset, or, if they are of both kinds, "baseline"."""
+    kinds = {name.removeprefix("base_") for name in baselines}
+    return "baseline" if len(kinds) > 1 else "AR" if kinds <= {AR} else kinds.pop()
 
 
 def pool(parts: Iterable[Mapping[str, Any]]) -> ResultRow:
@@ -86,7 +102,7 @@ def load(folder: Path) -> dict[str, Any]:
         run, schema = results["run"], results.get("schema", 1)
         if schema > SCHEMA:
             raise UserError(f"{path} has schema {schema}, this dspec reads up to {SCHEMA}: update dspec")
-        rows = [_upgraded(row) if schema == 1 else row for row in results["rows"]]
+        rows = [_upgraded(row, schema) for row in results["rows"]]
         pool(rows)
         _ = run["seed"], run["config"], [(r["method"], r["benchmark"], r["decoder"]["temperature"]) for r in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -97,12 +113,21 @@ def load(folder: Path) -> dict[str, Any]:
     return {**results, "schema": SCHEMA, "rows": rows}
 
 
-def _upgraded(row: ResultRow) -> ResultRow:
-    """Upgrades a row of schema 1, which lacked these counts: each of its decoders emitted one token in a prompt's
-    prefill, and tau was the mean over rounds. Passes over several branches came later."""
-    rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0
-    old = {"prefill_tokens": row["n"], "rounds": rounds, "positions_computed": 0}
-    return {**old, "branch_forwards": row["nfe"] - row["nfe_prefill"], **row}
+def _upgraded(row: ResultRow, schema: int) -> ResultRow:
+    """A row of an earlier schema in the current format.
+
+    Schema 2 had `serial` for `baseline`, and no `reference`. Schema 1 lacked some counts: each of its decoders emitted
+    one token in a prompt's prefill, and tau was the mean over rounds; passes over several branches came later. Its
+    first files had no `serial`: the baseline was AR.
+    """
+    if schema < 3:
+        row = {**row, "baseline": row.get("serial", AR)}
+        row.pop("serial", None)
+    if schema < 2:
+        rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0
+        old = {"prefill_tokens": row["n"], "rounds": rounds, "positions_computed": 0}
+        row = {**old, "branch_forwards": row["nfe"] - row["nfe_prefill"], **row}
+    return row
 
 
 def kept_ar_check(folder: Path) -> dict[str, Any] | None:

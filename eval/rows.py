@@ -15,19 +15,19 @@ from eval.samples import Sample
 
 def row(
     samples: Sequence[Sample],
-    serial: Sequence[Sample],
-    base: Sequence[Sample],
+    baseline: Sequence[Sample],
+    reference: Sequence[Sample],
     *,
     quality: str,
     greedy: bool,
     seed: int,
 ) -> ResultRow:
-    """One decoder's row on one benchmark. `serial` are samples of the same prompts, in order, by plain AR of the same
-    weights, `base` those by plain AR of the base that all methods share."""
+    """One decoder's row on one benchmark. `baseline` and `reference` are samples of the same prompts, in order, by
+    these two decoders (eval/results.py)."""
     generations = [s.generation for s in samples]
     verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
-    speedups = batch_speedups(samples, serial)
-    differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, serial, strict=True))
+    speedups = batch_speedups(samples, baseline)
+    differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, baseline, strict=True))
     counted = counts(generations)
     seconds = sum({s.batch: s.seconds for s in samples}.values())
     return {
@@ -37,7 +37,7 @@ def row(
         "verdicts": {name: statistics.fmean(values) for name, values in verdicts.items()},
         "tokens_per_second": counted["tokens"] / seconds,
         "speedup": median_over_prompts(speedups),
-        "speedup_vs_base_ar": median_over_prompts(batch_speedups(samples, base)),
+        "speedup_vs_base_ar": median_over_prompts(batch_speedups(samples, reference)),
         "interval_95": intervals(generations, verdicts.get(quality, []), speedups, seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
@@ -65,10 +65,10 @@ def counts(generations: Sequence[Generation]) -> ResultRow:
     return pool(prompts) | {"tau_prompt_mean": statistics.fmean(taus) if taus else None}
 
 
-def batch_speedups(samples: Sequence[Sample], serial: Sequence[Sample]) -> list[tuple[float, int]]:
-    """Per batch: its tokens per second relative to `serial`, and its number of prompts. The prompts of a batch share
+def batch_speedups(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[float, int]]:
+    """Per batch: its tokens per second relative to `baseline`, and its number of prompts. The prompts of a batch share
     its seconds."""
-    fast, slow = _by_batch(samples), _by_batch(serial)
+    fast, slow = _by_batch(samples), _by_batch(baseline)
     return [
         (_tokens_per_second(batch) / _tokens_per_second(slow[number]), len(batch)) for number, batch in fast.items()
     ]

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from dspec.calibration.sts import Calibration
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Request, requests
@@ -35,6 +34,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.models.cache import PositionCache
+from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
 

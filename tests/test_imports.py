@@ -16,6 +16,7 @@ LOWER = {
     "methods": ("models", "attention"),
     "decoding": ("models", "attention"),
     "serving": ("models", "attention"),
+    "calibration": ("decoding", "models", "attention"),
 }
 
 
@@ -71,6 +72,10 @@ def test_all_rooms_are_read() -> None:
         ("from dspec.methods import dflash", "dspec.decoding"),
         ("from dspec.decoding import loop", "dspec.models"),
         ("from dspec import models", "dspec.attention"),
+        ("from dspec.calibration.sts import fit_sts", "dspec.models"),
+        ("from dspec.calibration import sts", "dspec.decoding"),
+        ("from dspec.calibration import sts", "dspec.methods"),
+        ("from dspec.methods import dspark", "dspec.calibration"),
         ("from ..methods import dflash", "dspec.decoding"),
         ("def f():\n    from dspec.methods import dflash", "dspec.serving"),
         ("assert x", "eval"),
@@ -91,6 +96,7 @@ def test_each_rule_bites(source: str, where: str) -> None:
         ("from dspec.attention import masks", "dspec.models"),
         ("from dspec.models.language_model import LanguageModel\nfrom dspec.losses import x", "dspec.methods"),
         ("from dspec.methods.dflash import DFlash", "dspec.methods"),
+        ("from dspec.decoding.loop import decode\nfrom dspec.models.draft import Draft", "dspec.calibration"),
         ("from datasets import load_dataset\nimport evaluate", "dspec"),
         ("from dspec.decoding.loop import Decoder\nfrom dspec.methods import dflash", "dspec"),
     ],

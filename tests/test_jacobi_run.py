@@ -69,8 +69,8 @@ def test_the_whole_recipe(cache: Path, tmp_path: Path) -> None:
     assert len(rows) == 10 * 2
     by_name = {row["decoder"]["name"]: row for row in rows if row["benchmark"] == "problems"}
     for name, row in by_name.items():
-        serial = by_name["base_autoregressive" if name.startswith("base_") else "autoregressive"]
-        assert row["tokens"] == serial["tokens"]
+        baseline = by_name["base_autoregressive" if name.startswith("base_") else "autoregressive"]
+        assert row["tokens"] == baseline["tokens"]
         assert row["mismatches"] == 0
         assert row["tpf"] >= 1
         assert row["branch_forwards"] >= row["nfe"] - row["nfe_prefill"]

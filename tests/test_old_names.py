@@ -9,6 +9,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from dspec.config import composed
+from dspec.errors import UserError
 from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
 from eval.reports.comparison import _differing
 from eval.results import flat, load
@@ -50,6 +51,18 @@ def test_names_of_today_are_never_old() -> None:
         assert renamed({"_target_": name}) == {"_target_": name}
     check_config({"method.tuning.interpolation": 1, "decoder.jacobi.blocks": 2, "decoder.jacobi.label": "x"})
     assert all("\\" in pattern for pattern in _KEYS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("Full", "FullFineTuning"), ("FullFineTuning", "FullFineTuning"), ("LoRA", "LoRA")]
+)
+def test_tuning_was_part_of_jacobi_forcing(old: str, new: str) -> None:
+    """Runs stored before dspec/tuning.py evaluate; a custom recipe is told the new name."""
+    old, new = f"dspec.methods.jacobi_forcing.{old}", f"dspec.tuning.{new}"
+    assert renamed({"method": {"tuning": {"_target_": old}}}) == {"method": {"tuning": {"_target_": new}}}
+    assert _there(new)
+    with pytest.raises(UserError, match=f"is now {new}"):
+        check_config({"method.tuning._target_": old})
 
 
 def test_an_old_run_compares_with_a_new_one(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from dspec.errors import UserError
 from dspec.jacobi_forcing.teachers import EMATeacher, Frozen
 from dspec.method import Batch, Method
 from dspec.methods.ar_base import ARBase
-from dspec.methods.jacobi_forcing import FullFineTuning, LoRA
-from dspec.models.language_model import LanguageModel, local_device
+from dspec.models.language_model import LanguageModel, embedded_target, local_device
 from dspec.training.checks import check_trainer
 from dspec.training.models import float32_masters
+from dspec.tuning import FullFineTuning, LoRA
 
 
 def _batch(seed: int) -> Batch:
@@ -133,8 +133,42 @@ def test_each_process_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPat
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert [local_device(name) for name in ("cpu", "cuda", "cuda:3")] == ["cpu", "cuda:0", "cuda:3"]
     monkeypatch.setenv("SLURM_LOCALID", "2")
     assert local_device("cuda") == "cuda:2"
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert local_device("cuda") == "cuda:1"
+
+
+@pytest.mark.parametrize(("count", "own"), [(1, "cuda:0"), (2, "cuda:1"), (4, "cuda:3")])
+def test_a_process_that_sees_fewer_gpus_than_its_rank_takes_one_of_them(
+    count: int, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may show each of a machine's tasks one GPU, which then has number 0, whatever the task's local rank."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert local_device("cuda") == own
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("tpu", r"target\.device=tpu is unknown to torch: use cpu, cuda or cuda:<number>"),
+        (None, r"target\.device=null is unknown to torch"),
+        ("", r"target\.device= is unknown to torch"),
+        ("cuda:x", r"target\.device=cuda:x is unknown to torch"),
+        ("cudax", r"target\.device=cudax is unknown to torch"),
+        ("meta", r"target\.device=meta: torch cannot use it here"),
+        ("xla", r"target\.device=xla: torch cannot use it here"),
+        ("cuda:2", r"target\.device=cuda:2: torch sees 2 GPU\(s\) here"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_named(device: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(UserError, match=words) as raised:
+        embedded_target(dtype="bfloat16", device=device)
+    assert "\n" not in str(raised.value)

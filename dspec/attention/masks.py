@@ -237,21 +237,23 @@ def build(
     queries: int,
     keys: int,
     device: torch.device,
-    added: torch.dtype | None,
+    additive_dtype: torch.dtype | None,
     flex: bool = False,
 ) -> Mask:
     """The predicate in the form that attention takes: a flex BlockMask if `flex`, else a tensor.
 
-    `added` is the dtype of an additive mask (SDPA would otherwise recompute one in every layer); None returns a boolean
-    one (under autocast the scores' dtype is not known here).
+    `additive_dtype` is the dtype of an additive mask (SDPA would otherwise recompute one in every layer); None returns
+    a boolean one (under autocast the scores' dtype is not known here).
     """
     if flex:
         return block_mask(predicate, batch=batch, queries=queries, keys=keys, device=device)
     mask = dense(predicate, batch=batch, queries=queries, keys=keys, device=device)
-    return mask if added is None else additive(mask, added)
+    return mask if additive_dtype is None else additive(mask, additive_dtype)
 
 
-def build_causal(start_B: Sequence[int], *, queries: int, device: torch.device, added: torch.dtype | None) -> Mask:
+def build_causal(
+    start_B: Sequence[int], *, queries: int, device: torch.device, additive_dtype: torch.dtype | None
+) -> Mask:
     """`causal` in its cheapest form: None for a single query of a single row, CAUSAL if all rows start at slot 0
     (nothing past a row's end is ever read), else as in `build`."""
     if not any(start_B):
@@ -259,7 +261,9 @@ def build_causal(start_B: Sequence[int], *, queries: int, device: torch.device, 
     if queries == len(start_B) == 1:
         return None
     start, keys = torch.tensor(start_B, device=device), max(start_B) + queries
-    return build(causal(start), batch=len(start_B), queries=queries, keys=keys, device=device, added=added)
+    return build(
+        causal(start), batch=len(start_B), queries=queries, keys=keys, device=device, additive_dtype=additive_dtype
+    )
 
 
 def block_mask(predicate: Predicate, *, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:

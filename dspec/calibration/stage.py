@@ -1,7 +1,7 @@
 """The calibration stage: decode held-out prompts, fit STS on some of them, report on the others.
 
-Traces come from real speculative decoding with the sampling that the temperatures are for (temperature 1 by default:
-greedy acceptance does not occur with probability 1 - TV). The fitting itself is in dspec/calibration/sts.py.
+Traces come from speculative decoding with the sampling for which the temperatures are fitted. It is not greedy: the
+head predicts 1 - TV, the probability that a sampled draft is accepted. The fitting is in dspec/calibration/sts.py.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import torch
 
 from dspec.atomic import write_json
 from dspec.calibration.sts import (
-    Calibration,
     Traces,
     calibration_report,
     cross_validated_gain,
@@ -28,6 +27,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 from dspec.progress import with_progress
@@ -53,11 +53,11 @@ class CalibrateSTS:
         min_gain: float,
         seed: int,
     ) -> None:
-        """A fraction `fit_share` of the prompts is for fitting, the rest for the report; the grid is log-spaced and
-        contains 1.
+        """A fraction `fit_share` of the prompts is for fitting, the rest for the report. The grid of temperatures is
+        log-spaced and contains 1.
 
-        The temperatures are used if, in cross-validation over `folds` of the fitting prompts, they lower the mean ECE
-        by more than `min_gain`; otherwise all stay 1: a head that is already calibrated up to noise is left alone.
+        If cross-validation over `folds` of the fitting prompts lowers the mean ECE by at most `min_gain`, the head is
+        already calibrated up to noise and all temperatures stay 1.
         """
         if sampling.greedy:
             raise UserError("calibration.sampling.temperature must be above 0: STS is fitted on sampled traces")
@@ -102,9 +102,8 @@ class CalibrateSTS:
     ) -> dict[str, Any]:
         """Stores the temperatures in the drafter's metadata and returns the report.
 
+        `artefact` is a JSON file that caches the result; it is reused if weights, prompts and settings are the same.
         Raises UserError if there are too few prompts or rounds.
-
-        `artefact` is a JSON file that caches the result, reused if weights, prompts and settings are the same.
         """
         self.check(draft)
         key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None

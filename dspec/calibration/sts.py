@@ -1,9 +1,9 @@
-"""Sequential Temperature Scaling (STS) of the confidence head, and a report of its effect.
+"""Sequential Temperature Scaling (STS) of the confidence head, and a report on its effect.
 
 Source: DSpark (arXiv 2607.05147), "Confidence-Scheduled Verification". For k = 1..K in order, T_k is grid-searched so
 that prod_{i<=k} sigmoid(z_i / T_i) has the lowest expected calibration error (ECE, equal-width bins) against the event
 "the first k draft tokens were all accepted", with T_1..T_{k-1} already fixed. Fit and report on disjoint `Traces`,
-neither seen in training. Knows nothing of models, decoding or files; float64 on the CPU.
+neither seen in training. Pure functions without models, decoding or files; float64 on the CPU.
 
 Shapes: N = rounds, K = draft slots, M = the rounds valid at one slot, G = grid points, B = bins.
 """
@@ -11,8 +11,8 @@ Shapes: N = rounds, K = draft slots, M = the rounds valid at one slot, G = grid 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -85,44 +85,6 @@ class Traces:
         rows = [((start_N >= low) & (start_N < high)).nonzero()[:, 0] for low, high in pairwise(edges)]
         tensors = (self.logits_NK, self.accepted_N, self.valid_N)
         return [Traces(*(x[row.to(x.device)] for x in tensors)) for row in rows]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """STS temperatures and the sampling settings of the traces they were fitted on; stored in the checkpoint."""
-
-    temperatures: tuple[float, ...]
-    temperature: float
-    top_p: float
-
-    def __post_init__(self) -> None:
-        if not self.temperatures or not all(0 < t < math.inf for t in self.temperatures):
-            raise ValueError(f"temperatures must be positive and finite, one per slot, got {self.temperatures}")
-        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1):
-            raise ValueError(f"need temperature >= 0 and 0 < top_p <= 1: {self.temperature}, {self.top_p}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {**asdict(self), "temperatures": list(self.temperatures)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Calibration:
-        """The inverse of `to_dict`."""
-        if set(data) != {"temperatures", "temperature", "top_p"}:
-            raise ValueError(f"calibration needs exactly temperatures, temperature and top_p: {sorted(data)}")
-        temperatures = tuple(float(t) for t in data["temperatures"])
-        return cls(temperatures, float(data["temperature"]), float(data["top_p"]))
-
-    def applies_to(self, temperature: float, top_p: float) -> bool:
-        """Whether these sampling settings are those calibrated for (greedy acceptance is a different event)."""
-        return math.isclose(self.temperature, temperature) and math.isclose(self.top_p, top_p)
-
-
-def calibrated_confidence(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """c = sigmoid(z / T). logits [..., K], temperatures [K] -> [..., K] in the wider of the two dtypes."""
-    if temperatures.shape != logits.shape[-1:]:
-        raise ValueError(f"need one T per slot: {_describe(logits)} against {_describe(temperatures)}")
-    return torch.sigmoid(logits / temperatures.to(logits.device))
 
 
 def temperature_grid(*, low: float, high: float, points: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Decoders behind one protocol, one file per algorithm."""
+"""Decoders, one file per algorithm; their common protocol is in loop.py."""

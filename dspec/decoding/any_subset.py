@@ -1,16 +1,22 @@
-"""Any-subset decoding: tokens for chosen positions of a text, given the tokens at all others (AS-ARM), one a forward
-pass or several (Any-Subset Speculative Decoding, ASSD).
+"""Any-subset decoding: generates the tokens at chosen positions of a text, given the tokens at all others (AS-ARM).
 
-A row's places are its tokens in order of generation: the prompt, then one token after the other; `positions` say where
-in the text they stand. A content-less position query asks for the token of a place, given all places before some limit:
-an oracle query's limit is its own place, draft queries share that of the first token which is not known. So the first
-drafted token is drawn from the oracle's distribution and needs no verification (Lemma 1); the others wait for the next
-pass, which tests them by rejection sampling. Every pass commits at least one token (Theorem 1), and the output has
-exactly the distribution of sequential decoding, which is the case of one draft (Theorem 2). N-gram drafts come without
-a pass of the model and are all tested (Algorithm 2). The mask token is banned and all distributions renormalised.
+One token per forward pass (sequential decoding), or several (Any-Subset Speculative Decoding, ASSD).
+
+A *position* is an index in the text. A *place* is an index in the order of generation, in which the prompt's tokens
+come first; the token at place i is at position positions[i] of the text. A *slot* is an index among the drafts of a
+pass. A *position query* is an input without content, the mask token's embedding at the position of a place: its output
+is the distribution of that place's token, given the tokens at all places before the query's *limit*.
+
+An oracle query's limit is its own place; draft queries have the first unknown place as their common limit. For the
+first of them both are the same, so its token is drawn from the oracle's distribution and needs no verification
+(Lemma 1). The others are verified in the next pass by rejection sampling. Every pass commits at least one token
+(Theorem 1), and the output has exactly the distribution of sequential decoding (Theorem 2), which is ASSD with one
+draft. N-gram drafts need no pass of the model and are all verified (Algorithm 2). The mask token is never generated:
+its logit is -inf.
 
 Source: arXiv 2504.20456.
-Legend: B = rows, L = places that a pass computes, Q = position queries, J = drafts, V = vocabulary.
+Legend: B = rows, L = inputs of a pass (a row's tokens, then its queries), Q = position queries, J = draft slots,
+V = vocabulary.
 """
 
 from collections.abc import Sequence
@@ -31,15 +37,15 @@ from dspec.models.cache import PositionCache
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
-DRAFTS = "drafts"  # the part of the state that holds each row's drafts that wait for the next pass
-_BIGRAMS = "bigrams"  # the part with each row's n-gram model
+DRAFTS = "drafts"  # the part of the state that holds each row's unverified Drafts
+_BIGRAMS = "bigrams"  # the part that holds each row's Bigrams
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnySubsetConfig:
-    """`num_drafts` k tokens are drafted at a time (1: sequential decoding), by the model itself (`draft` "self") or by
-    the text's bigrams ("ngram"). `bonus`: an oracle pass also asks for the token behind its drafts. `tolerance` epsilon
-    accepts a sampled draft if u < p/q + epsilon: lossy above 0."""
+    """`num_drafts` k tokens are drafted at a time (1: sequential decoding), by the model itself (`draft` "self") or
+    from the text's bigrams ("ngram"). `bonus`: a pass that verifies drafts also queries the token after them.
+    `tolerance` epsilon accepts a sampled draft if u < p/q + epsilon: lossy above 0."""
 
     num_drafts: int
     draft: str
@@ -56,33 +62,33 @@ class AnySubsetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inquiry:
-    """What one row computes in a pass: the content of its places from `start` on, and position queries."""
+class RowQuery:
+    """One row's inputs of a pass: its tokens from place `start` on, then its position queries."""
 
     tokens: Sequence[int]  # by place
-    start: int  # keys and values of the places before it are in the cache
-    prompt: int  # length
+    start: int  # the keys and values of all places before it are in the cache
+    prompt: int  # tokens of the prompt
     positions: Sequence[int]  # by place
-    asked: Sequence[int]  # places whose tokens are asked for
-    limits: Sequence[int]  # each, given the places before this one
+    queried: Sequence[int]  # the places of the queries
+    limits: Sequence[int]  # of the queries
 
     @property
     def width(self) -> int:
-        return len(self.tokens) - self.start + len(self.asked)
+        """Number of inputs."""
+        return len(self.tokens) - self.start + len(self.queried)
 
 
-def ask(model: LanguageModel, rows: Sequence[Inquiry], *, cache: PositionCache | None = None) -> Tensor:
-    """Logits [B, Q, V] of the tokens asked for, that of the mask token -inf. Rows that ask for fewer than the longest
-    have garbage behind."""
-    B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.asked) for row in rows))
-    contents = torch.tensor([len(row.tokens) - row.start for row in rows])
+def query_logits(model: LanguageModel, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
+    """Logits [B, Q, V] of the position queries, -inf for the mask token; undefined after a row's last query."""
+    B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.queried) for row in rows))
+    token_count_B = torch.tensor([len(row.tokens) - row.start for row in rows])
     ids, positions, limits = (torch.zeros(B, L, dtype=torch.long) for _ in range(3))
     ids += (mask_token := _mask_token(model))
     for b, row in enumerate(rows):
         known = range(row.start, len(row.tokens))
         ids[b, : len(known)] = torch.tensor(row.tokens[row.start :])
-        positions[b, : row.width] = torch.tensor([row.positions[place] for place in (*known, *row.asked)])
-        # prompt tokens see each other, later ones what was generated before them
+        positions[b, : row.width] = torch.tensor([row.positions[place] for place in (*known, *row.queried)])
+        # a prompt token sees the whole prompt, a generated token all places up to its own
         limits[b, : row.width] = torch.tensor([*(max(row.prompt, place + 1) for place in known), *row.limits])
     starts, device = [row.start for row in rows], model.device
     with span("target"):
@@ -94,39 +100,40 @@ def ask(model: LanguageModel, rows: Sequence[Inquiry], *, cache: PositionCache |
             start_B=starts if cache is not None else None,
         )
     with span("target LM head"):
-        at = (contents[:, None] + torch.arange(Q)).clamp(max=L - 1)
-        logits = model.logits(output.hidden_BLD[torch.arange(B)[:, None], at])
+        query_BQ = (token_count_B[:, None] + torch.arange(Q)).clamp(max=L - 1)
+        logits = model.logits(output.hidden_BLD[torch.arange(B)[:, None], query_BQ])
         logits[..., mask_token] = -torch.inf
     return logits
 
 
 @torch.inference_mode()
 def joint_log_density(model: LanguageModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
-    """Log probability [tokens] of each token behind the prompt given those before it, in one pass (eq. 6). `ids` and
-    `positions` are in order of generation. Raises UserError as decoding does."""
+    """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
+    [len(ids) - prompt_length]. `ids` and `positions` are by place. Raises UserError as decoding does."""
     if not 1 <= prompt_length < len(ids):
         raise UserError(
             f"a prompt of {prompt_length} among {len(ids)} tokens: at least one must be visible, one scored"
         )
     _check_positions(model, 0, ids[:prompt_length], len(ids) - prompt_length, positions)
-    asked = range(prompt_length, len(ids))
-    inquiry = Inquiry(
-        tokens=ids[:-1], start=0, prompt=prompt_length, positions=positions, asked=asked, limits=asked
-    )  # nobody asks behind the last token
-    log_probs = ask(model, [inquiry])[0].to(torch.promote_types(model.dtype, torch.float32)).log_softmax(-1)
-    return log_probs[torch.arange(len(asked)), torch.tensor(list(ids[prompt_length:]))]
+    scored = range(prompt_length, len(ids))
+    tokens = ids[:-1]  # no query depends on the last token
+    row = RowQuery(tokens=tokens, start=0, prompt=prompt_length, positions=positions, queried=scored, limits=scored)
+    wide = torch.promote_types(model.dtype, torch.float32)
+    log_probs_QV = query_logits(model, [row])[0].to(wide).log_softmax(-1)
+    return log_probs_QV[torch.arange(len(scored)), torch.tensor(list(ids[prompt_length:]))]
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Tokens for a row's next places, and the distributions [J, V] that they were drawn from; None: point masses."""
+    """Draft tokens for a row's next places, and the distributions they were drawn from (None: point masses)."""
 
     tokens: Sequence[int] = ()
-    probs: Tensor | None = None
+    probs_JV: Tensor | None = None
 
 
 class AnySubset:
-    """Sequential and speculative any-subset decoding of any batch; rows of one pass may draft or be verified."""
+    """Sequential and speculative any-subset decoding of any batch. In one pass some rows may draft while the drafts of
+    others are verified."""
 
     def __init__(self, *, target: LanguageModel, config: AnySubsetConfig) -> None:
         """Raises UserError for a model without a mask token."""
@@ -162,26 +169,32 @@ class AnySubset:
         self._advance(state, state.starts)
 
     def _advance(self, state: State, starts: Sequence[int]) -> None:
-        """One pass over the places from `starts` on. A row always uses the same number of uniforms, whatever it does:
-        k draw or test drafts, one draws the token that ends the pass, k draw n-gram drafts."""
+        """One pass over each row's tokens from place `starts` on, and its queries.
+
+        Each pass takes 2k + 1 uniforms per row, used or not, so that a row's random numbers do not depend on the other
+        rows: k to draw or verify drafts, one to draw the token after them, k to draw n-gram drafts.
+        """
         k, samplings = self.config.num_drafts, state.samplings
         uniform = None if samplings.greedy else state.streams.take(2 * k + 1)
-        # 1. drafts of the last pass, or of the n-grams
+        # 1. the drafts to verify: of the last pass, or of the bigrams
         if self.config.draft == "ngram":
             with span("lookup"):
                 state.parts[DRAFTS][:] = self._lookup(state, None if uniform is None else uniform[:, k + 1 :].cpu())
         drafts = [Drafts() if row.done else d for row, d in zip(state.rows, state.parts[DRAFTS], strict=True)]
 
         # 2. one pass: verify a row's drafts, or draft where it has none
-        asked = [self._inquiry(*of) for of in zip(state.rows, drafts, starts, strict=True)]
-        logits = ask(self.target, asked, cache=state.cache)
+        queries = [
+            self._row_query(row, row_drafts, start)
+            for row, row_drafts, start in zip(state.rows, drafts, starts, strict=True)
+        ]
+        logits = query_logits(self.target, queries, cache=state.cache)
         with span("sampling"):
             probs = None if uniform is None else samplings.probs(logits)
-            accepted, following = self._verify(state.rows, drafts, logits, probs, uniform)
-            fresh = self._drafted(asked, drafts, logits, probs, uniform)
+            accepted, next_tokens = self._verify(state.rows, drafts, logits, probs, uniform)
+            new_drafts = self._new_drafts(queries, drafts, logits, probs, uniform)
 
-        # 3. commit: the accepted drafts and the token behind them; what was drafted behind it waits for the next pass
-        width = max(row.width for row in asked)
+        # 3. commit the accepted drafts and the token after them; new drafts are verified in the next pass
+        width = max(query.width for query in queries)
         with span("bookkeeping"):
             for b, row in enumerate(state.rows):
                 if row.done:
@@ -190,21 +203,21 @@ class AnySubset:
                 if self.config.draft == "ngram":
                     row.generation.passes.append(Pass("draft"))
                 tokens = drafts[b].tokens
-                token = following[b] if accepted[b] < len(asked[b].asked) else None
+                token = next_tokens[b] if accepted[b] < len(queries[b].queried) else None
                 kind: Kind = "prefill" if not row.generation.tokens else "verify" if tokens else "decode"
                 row.commit_round(tokens, accepted[b], token, kind=kind, positions=width)
-        state.parts[DRAFTS][:] = fresh
+        state.parts[DRAFTS][:] = new_drafts
 
     def _lookup(self, state: State, uniform_BJ: Tensor | None) -> list[Drafts]:
-        """Each row's next drafts by its bigrams."""
-        found = []
+        """Each row's drafts from the bigrams of its text."""
+        drafts = []
         dtype = torch.promote_types(self.target.dtype, torch.float32)
         for b, (row, bigrams) in enumerate(zip(state.rows, state.parts[_BIGRAMS], strict=True)):
             if row.done:
-                found.append(Drafts())
+                drafts.append(Drafts())
                 continue
             positions, n = _positions(row.request), len(row.text)
-            bigrams.read(row.text, positions)
+            bigrams.update(row.text, positions)
             greedy = uniform_BJ is None or row.request.sampling.greedy
             tokens, probs = bigrams.draft(
                 positions[n : n + self.config.num_drafts],
@@ -212,21 +225,21 @@ class AnySubset:
                 vocab=self.target.vocab_size,
                 dtype=dtype,
             )
-            found.append(Drafts(tokens, None if greedy else probs))
-        return found
+            drafts.append(Drafts(tokens, None if greedy else probs))
+        return drafts
 
-    def _inquiry(self, row: Row, drafts: Drafts, start: int) -> Inquiry:
+    def _row_query(self, row: Row, drafts: Drafts, start: int) -> RowQuery:
         """Oracle queries for the drafts (and the bonus token), or draft queries for the next k tokens."""
         known, positions = len(row.text), _positions(row.request)
-        wanted = len(drafts.tokens) + self.config.bonus if drafts.tokens else self.config.num_drafts
-        asked = range(known, known if row.done else min(known + wanted, len(positions)))
-        return Inquiry(
-            tokens=[*row.text, *drafts.tokens[: max(0, len(asked) - 1)]],  # nobody asks behind the last draft
+        count = len(drafts.tokens) + self.config.bonus if drafts.tokens else self.config.num_drafts
+        queried = range(known, known if row.done else min(known + count, len(positions)))
+        return RowQuery(
+            tokens=[*row.text, *drafts.tokens[: max(0, len(queried) - 1)]],  # without those that no query depends on
             start=start,
             prompt=len(row.request.ids),
             positions=positions,
-            asked=asked,
-            limits=asked if drafts.tokens else [known] * len(asked),
+            queried=queried,
+            limits=queried if drafts.tokens else [known] * len(queried),
         )
 
     def _verify(
@@ -237,62 +250,66 @@ class AnySubset:
         probs_BQV: Tensor | None,
         uniform: Tensor | None,
     ) -> tuple[list[int], list[int]]:
-        """How many of each row's drafts are accepted, and the token behind them; that is of no use where all are and
-        no query asked for it. A row without drafts draws its first token here: none accepted, none rejected."""
+        """The number of each row's accepted drafts, and the token after them. That token is undefined if all drafts
+        are accepted and the place after them was not queried. A row without drafts draws its next token here."""
         device, Q = logits_BQV.device, logits_BQV.shape[1]
-        count = torch.tensor([len(d.tokens) for d in drafts])
-        J = int(count.max())
-        tokens = torch.tensor([[*d.tokens, *[0] * (J - len(d.tokens))] for d in drafts], dtype=torch.long)
-        tokens, count = tokens.view(len(drafts), J).to(device), count.to(device)
-        slots = torch.arange(J + 1, device=device).clamp(max=Q - 1)
+        counts = [len(d.tokens) for d in drafts]
+        J = max(counts)
+        draft_BJ = torch.zeros(len(drafts), J, dtype=torch.long)
+        for b, d in enumerate(drafts):
+            draft_BJ[b, : counts[b]] = torch.tensor(d.tokens, dtype=torch.long)
+        draft_BJ, count_B = draft_BJ.to(device), torch.tensor(counts, device=device)
+        slots = torch.arange(J + 1, device=device).clamp(max=Q - 1)  # of the drafts and the token after them
         if probs_BQV is None or uniform is None:
-            accepted, following = verify_greedy(tokens, count, logits_BQV[:, slots])
+            accepted, next_token = verify_greedy(draft_BJ, count_B, logits_BQV[:, slots])
         else:
             # u < p / q + epsilon is u - epsilon < p / q
             tolerance = [0.0 if row.request.sampling.greedy else self.config.tolerance for row in rows]
-            tested = uniform[:, :J] - torch.tensor(tolerance, dtype=uniform.dtype, device=device)[:, None]
-            laws = _stacked(drafts, J, like=probs_BQV)
-            last = uniform[:, self.config.num_drafts]
-            accepted, following = verify_sampled(tokens, count, laws, probs_BQV[:, slots], tested, last)
-        return accepted.tolist(), following.tolist()
+            uniform_BJ = uniform[:, :J] - torch.tensor(tolerance, dtype=uniform.dtype, device=device)[:, None]
+            draft_probs = _stack_probs(drafts, J, like=probs_BQV)
+            uniform_B = uniform[:, self.config.num_drafts]
+            accepted, next_token = verify_sampled(
+                draft_BJ, count_B, draft_probs, probs_BQV[:, slots], uniform_BJ, uniform_B
+            )
+        return accepted.tolist(), next_token.tolist()
 
-    def _drafted(
+    def _new_drafts(
         self,
-        asked: Sequence[Inquiry],
+        queries: Sequence[RowQuery],
         drafts: Sequence[Drafts],
         logits_BQV: Tensor,
         probs_BQV: Tensor | None,
         uniform: Tensor | None,
     ) -> list[Drafts]:
-        """What rows without drafts have drafted behind their next token."""
-        counts = [0 if d.tokens else max(0, len(row.asked) - 1) for d, row in zip(drafts, asked, strict=True)]
+        """The drafts, after the next token, of rows that had none to verify; no drafts for the others."""
+        counts = [0 if d.tokens else max(0, len(row.queried) - 1) for d, row in zip(drafts, queries, strict=True)]
         J = max(counts)
         if not J or self.config.draft == "ngram":
             return [Drafts()] * len(counts)
         if probs_BQV is None or uniform is None:
             greedy = logits_BQV[:, 1 : 1 + J].argmax(-1).tolist()
             return [Drafts(tokens[:n]) for tokens, n in zip(greedy, counts, strict=True)]
-        laws = probs_BQV[:, 1 : 1 + J]
-        drawn = draw(laws, uniform[:, :J]).tolist()
-        return [Drafts(tokens[:n], law[:n]) for tokens, law, n in zip(drawn, laws, counts, strict=True)]
+        draft_probs = probs_BQV[:, 1 : 1 + J]
+        drawn = draw(draft_probs, uniform[:, :J]).tolist()
+        return [Drafts(tokens[:n], probs[:n]) for tokens, probs, n in zip(drawn, draft_probs, counts, strict=True)]
 
 
-def _stacked(drafts: Sequence[Drafts], slots: int, *, like: Tensor) -> Tensor | None:
-    """The distributions [B, J, V] of all rows' drafts; None where there are none."""
+def _stack_probs(drafts: Sequence[Drafts], slots: int, *, like: Tensor) -> Tensor | None:
+    """The distributions [B, J, V] of all rows' drafts, zero after a row's last one; None without drafts."""
     if not slots:
         return None
-    laws = like.new_zeros(len(drafts), slots, like.shape[-1])
+    probs_BJV = like.new_zeros(len(drafts), slots, like.shape[-1])
     for b, d in enumerate(drafts):
         J = len(d.tokens)
-        if d.probs is not None:
-            laws[b, :J] = d.probs
+        if d.probs_JV is not None:
+            probs_BJV[b, :J] = d.probs_JV
         else:
-            laws[b, torch.arange(J), torch.tensor(list(d.tokens), dtype=torch.long)] = 1
-    return laws
+            probs_BJV[b, torch.arange(J), torch.tensor(d.tokens, dtype=torch.long)] = 1
+    return probs_BJV
 
 
 def _positions(request: Request) -> Sequence[int]:
-    """Of the prompt's tokens and then of those to generate."""
+    """The request's positions by place; from left to right if it names none."""
     return range(len(request.ids) + request.max_new_tokens) if request.positions is None else request.positions
 
 
@@ -300,14 +317,14 @@ def _mask_token(model: LanguageModel) -> int:
     """Raises UserError for a model without one."""
     if model.mask_token_id is None or not 0 <= model.mask_token_id < model.vocab_size:
         raise UserError(
-            f"{model.name!r} has no mask token (mask_token_id={model.mask_token_id}), which any-subset decoding asks "
-            "with: set target.mask_token_id to an unused token id"
+            f"{model.name!r} has no mask token (mask_token_id={model.mask_token_id}), which any-subset decoding needs "
+            "for its position queries: set target.mask_token_id to an unused token id"
         )
     return model.mask_token_id
 
 
 def _check_positions(model: LanguageModel, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
-    """Raises UserError, with the request's number i, for positions that do not fit its tokens or the model."""
+    """Raises UserError for positions that do not fit the tokens or the model; `i` is the request's index."""
     if len(positions) != len(ids) + holes:
         raise UserError(
             f"request {i} has {len(positions)} positions for {len(ids)} visible tokens and {holes} to generate: "
@@ -323,6 +340,6 @@ def _check_positions(model: LanguageModel, i: int, ids: Sequence[int], holes: in
         )
     if masked := [p for token, p in zip(ids, positions, strict=False) if token == model.mask_token_id]:
         raise UserError(
-            f"request {i} shows the mask token at position {masked[0]}: leave it out of the visible tokens, and name "
-            "its position behind theirs"
+            f"request {i} shows the mask token at position {masked[0]}: leave it out of the visible tokens, and list "
+            "its position after theirs"
         )

@@ -70,7 +70,7 @@ def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) 
 
 
 def any_subset(*, target: LanguageModel, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
-    """The tokens at chosen positions, one a pass or several; the drafter is not used."""
+    """Any-subset decoding: the tokens at chosen positions, one or several per pass; the drafter is not used."""
     return AnySubset(target=target, config=config)
 
 

@@ -14,9 +14,9 @@ Kind = Literal["prefill", "decode", "draft", "verify"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, how its answer is sampled, and where it ends: at a stop token, where `should_stop` ends it, or after
-    `max_new_tokens`. The output depends on the request alone, not on the rest of its batch: exactly in float64, up to
-    rounding in other types."""
+    """One prompt, how its answer is sampled, and where the answer ends: at a stop token, where `should_stop` says so,
+    or after `max_new_tokens`. The output depends on the request alone, not on the rest of its batch: exactly in
+    float64, up to rounding in other types."""
 
     ids: Sequence[int]
     sampling: Sampling
@@ -76,7 +76,7 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     stopped: bool = False
     passes: list[Pass] = field(default_factory=list)
-    idle_positions: int = 0  # computed in its row of the batch after it had finished
+    idle_positions: int = 0  # computed in the request's row of the batch after it had finished
 
     def _of(self, *kinds: Kind) -> list[Pass]:
         return [p for p in self.passes if p.kind in kinds]

@@ -1,10 +1,10 @@
 """Jacobi decoding: all tokens of a block in one causal pass, iterated to a fixed point.
 
-One or several blocks are in flight (jacobi_state.py); recycled n-grams are verified next to the draft, in the same row
-after the same cached text, with a mask that keeps the continuations apart. Greedy output equals greedy autoregressive
-decoding token for token. So does sampled output with the same seed: the token at output position t is a function of
-the model's distribution there and of the stream's t-th uniform, which is also the one the autoregressive decoder uses,
-and Jacobi iterates that function. So its distribution is exactly the target's.
+One or several blocks are in flight (jacobi_state.py). Recycled n-grams are verified next to the draft: all
+continuations are in one row, after the same cached text, and a mask keeps them from seeing each other. Greedy output
+equals greedy autoregressive decoding token for token. So does sampled output with the same seed: the token at output
+position t is a function of the model's distribution there and of the stream's t-th uniform, as in the autoregressive
+decoder, and Jacobi decoding iterates that function. So the output distribution is exactly the target's.
 
 Source: Jacobi Forcing (arXiv 2512.14681), inference.
 Legend: B = rows, Q = queries of a pass (the anchor, the draft, the candidates), N = B Q, T = output positions,
@@ -69,7 +69,7 @@ class Jacobi:
         # 2. verify: one pass over all of them
         predicted = self._predict(state, drafts)
 
-        # 3. commit: the continuation with most accepted tokens; its keys and values move to their final slots
+        # 3. commit the continuation with most accepted tokens; its keys and values move to their final cache indices
         moved: list[tuple[int, int, int]] = []
         with span("bookkeeping"):
             for i, (row, one, tried, tokens) in enumerate(zip(state.rows, blocks, drafts, predicted, strict=True)):
@@ -119,8 +119,8 @@ class Jacobi:
         return self._tokens(output.hidden_BLD.flatten(0, 1), state.samplings, uniform_N).view(-1, Q).tolist()
 
     def _tokens(self, hidden_ND: Tensor, samplings: SamplingBatch, uniform_N: Tensor | None) -> Tensor:
-        """The model's tokens [N], computed in chunks: with many candidates the logits of all rows, let alone their
-        distributions, would take gigabytes."""
+        """The model's tokens [N], computed in chunks: with many candidates the logits and distributions of all queries
+        would take gigabytes."""
         tokens, Q = [], len(hidden_ND) // len(samplings)
         for part in row_chunks(len(hidden_ND), self.target.vocab_size):
             with span("target LM head"):

@@ -1,7 +1,7 @@
 """Jacobi decoding of one prompt as a pure state machine: the blocks in flight, and the pool of rejected n-grams.
 
 It knows no model: `drafts` returns the tokens to verify, `advance` takes the model's prediction after each of them.
-A prediction is the model's next token given the text before it, so the verified text is the model's own.
+A prediction is the model's next token given the text before it; drafts are accepted as long as they equal it.
 
     verified text (cache)      real-active block   pseudo-active block
     ... the  cat  sat  [on]  |  a   mat  and       slept  the  whole
@@ -24,7 +24,7 @@ from dspec.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class JacobiConfig:
-    """How many tokens are in flight, and which other continuations are tried.
+    """How many tokens are in flight, and how many recycled n-grams are verified next to the draft.
 
     Blocks of `block_size` n, at most `blocks` K in flight; another block opens once a fraction `activation` r of the
     newest one's tokens agrees with the model's predictions. `candidates` n-grams recycled from the last `pool_size`
@@ -53,24 +53,24 @@ class JacobiConfig:
 
 
 class Pool:
-    """The unverified predictions of the last passes, for rejection recycling."""
+    """The unverified predictions of the last `size` passes, for rejection recycling."""
 
     def __init__(self, size: int) -> None:
-        self._runs: deque[list[int]] = deque(maxlen=size)
+        self._predictions: deque[list[int]] = deque(maxlen=size)
 
-    def add(self, run: list[int]) -> None:
-        self._runs.append(run)
+    def add(self, predicted: list[int]) -> None:
+        self._predictions.append(predicted)
 
     def after(self, token: int) -> Iterator[list[int]]:
-        """What followed `token` in the runs, newest run first."""
-        for run in reversed(self._runs):
-            for i, other in enumerate(run[:-1]):
+        """The predictions that followed `token` in a pass, newest pass first."""
+        for predicted in reversed(self._predictions):
+            for i, other in enumerate(predicted[:-1]):
                 if other == token:
-                    yield run[i + 1 :]
+                    yield predicted[i + 1 :]
 
 
 class JacobiState:
-    """One prompt's verified text and the draft after it.
+    """One prompt's verified text, and the draft that follows it.
 
     Block j holds output tokens j * n .. (j + 1) * n - 1; the real-active block is the one with the next unverified
     token. `text` is the prompt and all verified tokens; its last token is the anchor. `draft` extends to the end of
@@ -101,11 +101,12 @@ class JacobiState:
         return known[begin : begin + self.config.block_size]
 
     def drafts(self) -> list[list[int]]:
-        """Rows to verify after the anchor, all of one length: the draft, then recycled n-grams padded from it."""
+        """Continuations to verify after the anchor, all of the draft's length: the draft, then recycled n-grams, each
+        followed by the rest of the draft."""
         rows = [self.draft]
         if self.config.candidates:
-            for run in self._pool.after(self.text[-1]):
-                row = [*run, *self.draft[len(run) :]][: len(self.draft)]
+            for ngram in self._pool.after(self.text[-1]):
+                row = [*ngram, *self.draft[len(ngram) :]][: len(self.draft)]
                 if row not in rows:
                     rows.append(row)
                 if len(rows) > self.config.candidates:
@@ -113,10 +114,11 @@ class JacobiState:
         return rows
 
     def advance(self, rows: Sequence[list[int]], predictions: Sequence[list[int]]) -> tuple[int, int]:
-        """Takes the predictions after the anchor and each token of each row; returns (winning row, drafts accepted).
+        """Takes the predictions after the anchor and after each token of each continuation in `rows`; returns (index of
+        the continuation with most accepted tokens, how many).
 
-        The verified text grows by the winner's accepted drafts and the model's own token after them; the winner's
-        remaining predictions become the draft.
+        The verified text grows by those tokens and the model's prediction after them; the remaining predictions for
+        that continuation become the draft.
         """
         accepted = [_agreeing(row, predicted) for row, predicted in zip(rows, predictions, strict=True)]
         count = max(accepted)

@@ -1,7 +1,7 @@
-"""The one loop of all decoders.
+"""The decoding loop, shared by all decoders.
 
-A decoder is a stepper: `start` runs the prefill, each `step` runs one forward pass of the target for all requests in
-flight. Requests may join and leave between steps.
+A decoder has two operations: `start` runs the prefill, and each `step` one forward pass of the target for all requests
+in flight. Requests may join and leave the batch between steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from dspec.spans import span
 
 
 class Decoder(Protocol):
-    """Decodes any batch of requests, each as if it were alone."""
+    """Decodes batches of requests; the output of each does not depend on the others."""
 
-    lossless: bool  # output has the distribution of the same model at one token per pass (greedy: the same tokens)
+    lossless: bool  # the output distribution is that of the same model at one token per pass (greedy: the same tokens)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises UserError for a request that cannot be decoded."""
@@ -47,8 +47,11 @@ def decode(
     in_flight: int | None = None,
     observe: Callable[[State], None] | None = None,
 ) -> list[Generation]:
-    """The generations of `requests`, in order. At most `in_flight` are decoded at a time (None: all); others join as
-    rows become free. `observe` sees the state before each step.
+    """The generations of `requests`, in order. `observe` is called with the state before each step.
+
+    At most `in_flight` requests are decoded at a time (None: all); the next ones join as others finish (continuous
+    batching). It bounds the memory of the caches; a scheduler of served requests joins and drops rows in the same way,
+    and tests use it to check that this changes no output.
 
     Raises UserError for an empty list, a request that the decoder cannot take (before any is decoded), or
     in_flight < 1.
@@ -59,7 +62,7 @@ def decode(
     if room < 1:
         raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
     if room < len(requests):
-        decoder.check(requests)  # also the waiting ones, before any is decoded
+        decoder.check(requests)  # the waiting ones too, before any is decoded
     state: State = decoder.start(requests[:room])
     generations, waiting = [row.generation for row in state.rows], list(requests[room:])
     while True:
@@ -81,8 +84,8 @@ def decode(
 
 
 def check_requests(model: LanguageModel, requests: Sequence[Request], *, any_order: bool = False) -> None:
-    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1; unless the
-    decoder writes in `any_order`, for a request with positions, too."""
+    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1; also for a
+    request with positions, unless the decoder generates tokens in `any_order`."""
     for i, request in enumerate(requests):
         if request.max_new_tokens < 1:
             raise UserError(f"max_new_tokens={request.max_new_tokens} must be at least 1")

@@ -40,7 +40,7 @@ class Proposer(Protocol):
 
     num_drafts: int
     tap_ids: tuple[int, ...]
-    max_positions: int | None  # longest text that it can continue; None: any
+    max_positions: int | None  # of prompt and answer together; None: any number
 
     def start(self, features_BLF: Tensor) -> Any:
         """The memory of new rows, given the features of their right-padded prompts."""
@@ -73,7 +73,7 @@ class DraftProposer:
 
         Each refinement pass replaces the block's mask tokens with its greedy tokens and runs the block again. Drafters
         are trained on mask tokens only, so it costs acceptance (the TPU report saw tau fall from 6.2 to 2.5); the
-        output stays exact, since the inputs of the last pass are a function of the context.
+        output stays lossless, since the inputs of the last pass are a function of the context alone.
         """
         if refinement_passes < 0:
             raise UserError(f"decoder.speculative.refinement_passes={refinement_passes} must be at least 0")
@@ -85,7 +85,8 @@ class DraftProposer:
 
     @property
     def plain(self) -> bool:
-        """Whether it drafts as in training and calibration: with the drafter's own head, without refinement."""
+        """Whether it drafts as in training and calibration: with the drafter's sequential head if it has one, and
+        without refinement."""
         return self.head is self.draft.markov_head and not self.refinement_passes
 
     def settings(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class DraftProposer:
         hidden, logits = self._pass(memory, ids, starts)
         for _ in range(self.refinement_passes):
             guess, _ = self._tokens(anchor, hidden, logits, samplings, None)
-            ids = torch.cat([anchor[:, None], guess[:, : ids.shape[1] - 1]], 1)  # position p holds p's own guess
+            ids = torch.cat([anchor[:, None], guess[:, : ids.shape[1] - 1]], 1)  # each position holds its greedy token
             hidden, logits = self._pass(memory, ids, starts)
         with span("sampling" if self.head is None else "sequential head"):
             tokens, probs = self._tokens(anchor, hidden, logits, samplings, uniform_BJ)
@@ -175,12 +176,12 @@ class DraftProposer:
 
 
 class NGrams:
-    """Where each n-gram of a growing text last ended, the text's end excluded; reads only new tokens."""
+    """The index after the latest occurrence of each n-gram of a growing text, except for the n-grams at its end."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._end: dict[tuple[int, ...], int] = {}
-        self._read = 0  # n-grams that end up to here are known
+        self._read = 0  # n-grams with an end index up to this one are in `_end`
 
     def following(self, text: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens after the latest earlier occurrence of the text's last n-gram, longest n first."""
@@ -197,7 +198,7 @@ class NGrams:
 
 
 class PromptLookupProposer:
-    """Copies what followed the latest earlier occurrence of the last n-gram; needs no training and no drafter."""
+    """Copies the tokens after the latest earlier occurrence of the text's last n-gram; needs no drafter."""
 
     def __init__(self, *, num_drafts: int, max_ngram: int, device: torch.device) -> None:
         if num_drafts < 1 or max_ngram < 1:

@@ -1,7 +1,7 @@
 """Sampling: a token's distribution, drawing from it with given uniforms, and lossless verification of drafts.
 
-All randomness is passed in as uniforms, one stream per row, so that a batch draws what single rows would.
-Distributions are sorted and summed in chunks of rows: each row's result depends on that row alone.
+All randomness comes as uniforms from one stream per row, so that a row draws the same alone and in any batch.
+Distributions are sorted and summed in chunks of rows to bound memory; each row's result depends on that row alone.
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
 
@@ -73,7 +73,7 @@ class SamplingBatch:
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows are greedy; in a mixed batch a greedy row is drawn from a point mass."""
+        """Whether all rows are greedy. In a mixed batch the distribution of a greedy row is a point mass."""
         return all(sampling.greedy for sampling in self._samplings)
 
     def __len__(self) -> int:
@@ -96,7 +96,8 @@ class SamplingBatch:
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """Slices of rows whose distributions fit a fixed memory, at least one row each; without rows, one empty slice."""
+    """Slices of rows whose distributions fit in a fixed amount of memory, at least one row each; without rows, one
+    empty slice."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, start + size) for start in range(0, max(1, rows), size))
 
@@ -114,7 +115,7 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Streams:
-    """One stream of uniforms per row, each with its own seed; all rows draw equally often."""
+    """One stream of uniforms per row, each with its own seed; all rows take the same number of uniforms at a time."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -190,6 +191,6 @@ def verify_sampled(
         else:
             excess = (probs - draft_probs_BJV[rows, slot]).clamp(min=0)
         residual = torch.where(rejected[:, None], excess, probs)
-        # p = q up to rounding leaves an empty residual: the rejection then had probability zero, so p will do
+        # the residual is empty only if p = q up to rounding: a rejection had probability zero, so draw from p
         probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
     return accepted, draw(probs, uniform_B)

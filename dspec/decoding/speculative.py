@@ -109,8 +109,8 @@ class Speculative:
                 drafts = tokens[i][: counts[i]]
                 row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=sent + 1)
 
-        # 4. the drafter reads the target's features of what was verified; only cache slots of rows that advanced may
-        # be overwritten: finished rows do not move
+        # 4. the proposer takes the target's features of the verified positions; those past a row's accepted drafts are
+        # overwritten in the next round
         self.proposer.extend(memory, output.features_BLF[:, : max(lengths) + 1], starts)
 
     def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[tuple[float, ...]]:

@@ -52,8 +52,8 @@ class Row:
         known = len(self.generation.tokens)
         answer = [*self.generation.tokens, *drafts[: self.request.max_new_tokens - known]]
         valid = (self.request.end(answer, known) or len(answer)) - known
-        behind = [] if bonus_token is None else [bonus_token]
-        committed = self.commit([*drafts[:accepted], *behind])
+        bonus = [] if bonus_token is None else [bonus_token]
+        committed = self.commit([*drafts[:accepted], *bonus])
         counts = {"drafted": len(drafts), "accepted": min(accepted, valid), "valid": valid}
         self.generation.passes.append(Pass(kind, committed, confidence=confidence, **counts, **cost))
 
@@ -117,8 +117,8 @@ class State:
         self.rows = self.rows + other.rows
 
     def drop_finished(self, *, at_once: bool = False) -> None:
-        """Drops finished rows once they are at least half of the batch (or `at_once`, if requests are waiting), since
-        that copies the caches; until then they stay in the batch and their positions count as idle."""
+        """Drops finished rows once they are at least half of the batch, since dropping copies the caches; until then
+        their positions count as idle. `at_once` drops them whatever their number, to make room for waiting requests."""
         left = [i for i, row in enumerate(self.rows) if not row.done]
         if not left:
             self.rows = []

@@ -7,16 +7,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dspec.calibration.sts import Calibration, calibrated_confidence
 from dspec.decoding.proposers import Proposal
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration, calibrated_confidence
 
 
 class VerificationPolicy(Protocol):
     """How many leading drafts [B] of a proposal are sent to verification.
 
-    The output distribution stays the target's as long as whether slot k is verified depends only on tokens before k.
+    The output distribution is the target's only if the decision to verify slot k depends on tokens before k alone.
     """
 
     reads_confidence: bool
@@ -45,8 +45,8 @@ class ConfidenceThreshold:
     reads_confidence = True
 
     def __init__(self, threshold: float, *, calibration: Calibration | None) -> None:
-        """`calibration` applies to requests with the sampling it was fitted at; for others confidences stay raw, with a
-        warning that names both settings."""
+        """`calibration` applies to requests with the sampling that it was fitted for; for others confidences stay raw,
+        with a warning that names both samplings."""
         if not 0 < threshold < 1:
             raise UserError(f"decoder.confidence_threshold={threshold} must lie in [0, 1)")
         self.threshold, self.calibration = threshold, calibration

@@ -19,7 +19,7 @@ Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def divergent_suffix(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
-    """Fraction [N, K] of a block's `length_N` tokens from the first wrong one on: not yet verified in decoding."""
+    """Fraction [N, K] of a block's `length_N` tokens from the first wrong one on: decoding accepts none of them."""
     diverged = _wrong(states_NKn, clean_Nn, length_N).long().cummax(-1).values
     return (diverged * _inside(clean_Nn, length_N)[:, None]).sum(-1) / length_N[:, None]
 
@@ -46,7 +46,7 @@ def _wrong(states_NKn: Tensor, clean_Nn: Tensor, length_N: Tensor) -> Tensor:
 
 
 class Schedule(Protocol):
-    """Chooses a state for each block."""
+    """Chooses the state of its trajectory that each block's noisy copy takes."""
 
     def choose(self, ratio_NK: Tensor, count_N: Tensor, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         """State indices [N], given the noise ratios of each block's first `count_N` states, its index in the response,
@@ -93,7 +93,7 @@ class Reverse(RatioSchedule):
 
 
 class RandomSchedule(RatioSchedule):
-    """t_i drawn from the window's ratios, again in each step."""
+    """t_i drawn uniformly from the window's ratios, anew in each step."""
 
     def ratio(self, index_N: Tensor, uniform_N: Tensor) -> Tensor:
         return (uniform_N * self.window).floor() / self.window

@@ -105,8 +105,8 @@ class TrajectoryBatch(Batch):
         slot_n = torch.arange(value_Nn.shape[1], device=value_Nn.device)
         inside = slot_n < self.length_N[:, None]
         scattered_BL = onto_BL.clone()
-        row, place = self.row_N[:, None].expand_as(inside)[inside], (self.start_N[:, None] + slot_n)[inside]
-        scattered_BL[row, place] = value_Nn[inside]
+        row, index = self.row_N[:, None].expand_as(inside)[inside], (self.start_N[:, None] + slot_n)[inside]
+        scattered_BL[row, index] = value_Nn[inside]
         return scattered_BL
 
     def with_states(self, chosen_N: Tensor) -> Tensor:
@@ -129,21 +129,23 @@ def pack_trajectories(trajectories: Sequence[Trajectory], *, row_length: int) ->
 
 
 class _Room:
-    """Free tokens per row, and the first row with enough of them: a segment tree of maxima, both in O(log rows)."""
+    """The free tokens of each row, in a segment tree of maxima: `first` and `take` cost O(log rows)."""
 
     def __init__(self, rows: int, length: int) -> None:
         self._leaves = 1 << max(rows - 1, 0).bit_length()
-        self._most = [length] * (2 * self._leaves)  # node i is over nodes 2i and 2i + 1; row r is node leaves + r
+        self._most = [length] * (2 * self._leaves)  # node i is the maximum of 2i and 2i + 1; row r is node leaves + r
 
     def first(self, need: int) -> int:
+        """The first row with at least `need` free tokens."""
         node = 1
         while node < self._leaves:
             node = 2 * node + (self._most[2 * node] < need)
         return node - self._leaves
 
-    def take(self, row: int, places: int) -> None:
+    def take(self, row: int, tokens: int) -> None:
+        """Uses up free tokens of a row."""
         node = self._leaves + row
-        self._most[node] -= places
+        self._most[node] -= tokens
         while node > 1:
             node //= 2
             self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
@@ -155,12 +157,12 @@ def trajectory_batch(rows: Sequence[Sequence[Trajectory]]) -> TrajectoryBatch:
     A prompt a b and a response 1 2 3 4 5 in blocks of three (x: true, -: -1):
 
                     prompt |  noisy 0 |  clean 0 | noisy 1 | clean 1
-        place         0  1 |  2  3  4 |  5  6  7 |   8   9 |  10  11
+        index         0  1 |  2  3  4 |  5  6  7 |   8   9 |  10  11
         ids           a  b |  1  2  3 |  1  2  3 |   4   5 |   4   5
         positions     0  1 |  2  3  4 |  2  3  4 |   5   6 |   5   6
         block         -  - |  0  0  0 |  0  0  0 |   1   1 |   1   1
         noisy              |  x  x  x |          |   x   x |
-        loss               |          |  x  x  x |         |   x   x
+        supervised         |          |  x  x  x |         |   x   x
         clean_index   0  1 |  5  6  7 |  5  6  7 |  10  11 |  10  11
         previous_idx  -  0 |  -  -  - |  1  5  6 |   -   - |   7  10
         last               |          |          |       x |       x

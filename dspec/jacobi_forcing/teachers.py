@@ -15,6 +15,8 @@ from dspec.models.language_model import LanguageModel
 
 
 class Teacher(Protocol):
+    """The model whose distribution on the clean copies is the target of the consistency loss."""
+
     def bind(self, target: LanguageModel) -> None:
         """Called once with the target, before training."""
         ...
@@ -48,7 +50,7 @@ class StopGradientTeacher(nn.Module):
 class Frozen(nn.Module):
     """The initial weights, in a second pass."""
 
-    _in_checkpoint = False  # the base is loaded again instead
+    _in_checkpoint = False  # a resumed run copies them from the base again
 
     def bind(self, target: LanguageModel) -> None:
         self._names = [name for name, p in target.named_parameters() if p.requires_grad]

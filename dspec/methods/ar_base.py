@@ -7,21 +7,22 @@ Legend: B = rows, L = positions, P = supervised positions, D = width.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 
 import torch
 from torch import Generator
 
-from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.losses import check_chunk, chunked_sum, token_loss
 from dspec.method import Batch, LossOutput, Method
+from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel
 
 
 class ARBase(Method):
     """Trains all weights of the target."""
+
+    export_dtype = torch.bfloat16
 
     def __init__(self, *, target: LanguageModel, chunk_mb: float) -> None:
         super().__init__()
@@ -43,9 +44,4 @@ class ARBase(Method):
         return LossOutput(total, count, {"ce": (stats[:, 0].sum(), count), "accuracy": (stats[:, 1].sum(), count)})
 
     def export(self, folder: Path, *, card: str) -> Path:
-        """A Hugging Face folder in bfloat16 with the tokenizer."""
-        with atomic_folder(folder / "target") as scratch:
-            deepcopy(self.target.model).to(torch.bfloat16).save_pretrained(scratch)
-            self.target.tokenizer.save_pretrained(scratch)
-            (scratch / "README.md").write_text(card, encoding="utf-8")
-        return folder / "target"
+        return export_language_model(self.target, folder / "target", dtype=self.export_dtype, card=card)

@@ -7,27 +7,28 @@ Source: "Reviving Any-Subset Autoregressive Models with Principled Parallel Samp
 
 Released code: gabeguo/any-order-speculative-decoding@83a444d.
 
-A row is laid out in the order of generation, whatever the positions that its rotary embeddings see:
+A token's *position* is its index in the text, its *place* the index in the order of generation, in which the prompt
+comes first. The inputs of a row are its tokens by place, then its position queries:
 
     [prompt, by position | predicted tokens | a position query for each predicted token]
 
-A position query is the MASK embedding at the position asked for; attention/masks.py `any_subset` is the mask (eq. 6),
-the same as in decoding. Predicted tokens stand by position (eq. 4: a binary lattice, 2^N subsets) or in random order
-(any permutation, N! orders: the paper's ablation, Figure 3). Nothing predicts MASK: its logit is left out of the
-softmax, here as in decoding.
+A position query is the MASK embedding at the position of its predicted token. The attention mask (eq. 6) is
+`any_subset` in attention/masks.py, as in decoding. Predicted tokens are in order of position (eq. 4: a binary lattice,
+2^N subsets) or in random order (any permutation, N! orders: the paper's ablation, Figure 3). MASK is never predicted:
+its logit is left out of the softmax, as in decoding.
 
-Departures: an ordinary causal LM with both streams over the same weights stands for XLNet; (sigma, m) is drawn for each
-row (the released code: one for a micro-batch); m follows from r by one low-discrepancy sequence over rows, accumulated
-batches and ranks (appendix E.1; the released code stratifies over accumulation or over ranks); validation always asks
-for the rates at the end of the ramp, so that its curve means one thing; `lookahead` lets queries see less, as they do
-when several tokens are drafted in parallel: in binary-lattice order a query of the paper's loss never meets an unknown
-token to its left, parallel drafts do.
+Departures: the model is an ordinary causal LM whose weights serve both streams, not XLNet; (sigma, m) is drawn for
+each row (released code: once for a micro-batch); mask rates follow one low-discrepancy sequence over rows, accumulated
+batches and ranks (appendix E.1; the released code stratifies over accumulated batches or over ranks); validation uses
+the rates at the end of the ramp throughout, so that its losses are comparable; `lookahead` hides from a query some of
+the predicted tokens before its own, as parallel drafting does. In binary-lattice order the paper's loss never trains
+that case: all tokens to the left of a query's position are visible to it.
 
-Legend: B = rows, L = places, N = tokens of a row, m = those of its prompt, P = predicted tokens, D = width.
+Legend: B = rows, L = inputs of a row (tokens, then queries), N = tokens of a row, m = tokens of its prompt,
+P = predicted tokens, D = width.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from math import floor
 from pathlib import Path
@@ -36,14 +37,14 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, token_loss_without
 from dspec.method import Batch, LossOutput, Method
-from dspec.methods.jacobi_forcing import Tuning
+from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
+from dspec.tuning import Tuning
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # n * it mod 1 fills [0, 1) evenly over any stretch of n
 ORDERS = ("sorted", "random")
@@ -51,7 +52,7 @@ NORMALISATIONS = ("per_token", "per_row")
 
 
 class MaskRate:
-    """The range of the share of a row's tokens that is predicted; it moves linearly over the first steps.
+    """The range of mask rates: shares of a row's tokens that are predicted. It moves linearly over the first steps.
 
     The paper's text (appendix E.2): low [0.15, 0.90], high [0.15, 0.99], steps 5000; its code models (E.6): low
     [0.05, 0.15], high [0.05, 0.99], steps 20000. The released scripts end at [0.85, 0.99] for text, and go from 0.01 to
@@ -59,7 +60,8 @@ class MaskRate:
     """
 
     def __init__(self, *, low: Sequence[float], high: Sequence[float], steps: int) -> None:
-        """`low` and `high` are (at the start, after `steps` optimizer steps). Raises UserError for impossible ones."""
+        """The ends of the range, each [at the start, after `steps` optimizer steps]. Raises UserError for values out of
+        range."""
         if len(low) != 2 or len(high) != 2 or not all(0 < a <= b <= 1 for a, b in zip(low, high, strict=True)):
             raise UserError(
                 f"method.rate: low={list(low)}, high={list(high)} must each be [start, end] with 0 < low <= high <= 1"
@@ -77,65 +79,65 @@ class MaskRate:
 
 @dataclass(frozen=True)
 class Order:
-    """How a row of N tokens is generated: `position_N[:prompt]` are given, the others come one after the other.
+    """The order in which a row's N tokens are generated, and what the queries of its P predicted tokens see."""
 
-    The query of predicted token i (of P) sees the places before `limit_P[i]`.
-    """
-
-    position_N: Tensor
-    prompt: int
-    limit_P: Tensor
+    position_N: Tensor  # position of the token at each place
+    prompt: int  # tokens of the prompt: the first places
+    limit_P: Tensor  # each query sees the places before its limit
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch in the order of generation, padded on the right."""
+    """The inputs of a batch's rows, padded on the right."""
 
     position_BL: Tensor
-    limit_BL: Tensor  # of places that are seen; 0 on padding, which sees itself alone
-    query_BL: Tensor  # bool
+    limit_BL: Tensor  # an input sees the places before its limit, and itself; 0 on padding
+    query_BL: Tensor  # bool: position queries
 
 
 def row_lengths(supervised_BL: Tensor) -> list[int]:
-    """A row ends with its last supervised token; one without any is its first token, with nothing to predict."""
-    place = torch.arange(1, supervised_BL.shape[1] + 1, device=supervised_BL.device)
-    lengths: list[int] = (supervised_BL * place).amax(1).clamp(min=1).tolist()
+    """A row ends with its last supervised token; a row without any has length 1, and nothing to predict."""
+    length_L = torch.arange(1, supervised_BL.shape[1] + 1, device=supervised_BL.device)
+    lengths: list[int] = (supervised_BL * length_L).amax(1).clamp(min=1).tolist()
     return lengths
 
 
 def draw_order(
     length: int, rate: float, generator: Generator, *, order: str, first_visible: bool, lookahead: int
 ) -> Order:
-    """A random subset of floor(rate * length) tokens to predict, at least one and not all.
+    """A random order with floor(rate * length) predicted tokens, at least one and not all.
 
-    A row of one token has nothing to predict. The prompt has the row's first token if `first_visible`.
+    A row of one token has no predicted token. With `first_visible` the row's first token is in the prompt. The limit of
+    each query is 0 to `lookahead - 1` places before its own token, uniformly, but not before the prompt's end.
     """
     predicted = min(max(floor(rate * length), 1), length - 1)
     first = int(first_visible)
     shuffled = first + torch.randperm(length - first, generator=generator)
-    late, early = shuffled[:predicted], shuffled[predicted:].sort().values
-    late = late.sort().values if order == "sorted" else late
+    position_P, given = shuffled[:predicted], shuffled[predicted:].sort().values
+    position_P = position_P.sort().values if order == "sorted" else position_P
     prompt = length - predicted
-    behind = torch.randint(lookahead, (predicted,), generator=generator)
-    limit_P = (torch.arange(prompt, length) - behind).clamp(min=prompt)
-    return Order(torch.cat([torch.arange(first), early, late]), prompt, limit_P)
+    hidden_before_P = torch.randint(lookahead, (predicted,), generator=generator)
+    limit_P = (torch.arange(prompt, length) - hidden_before_P).clamp(min=prompt)
+    return Order(torch.cat([torch.arange(first), given, position_P]), prompt, limit_P)
 
 
 def layout(orders: Sequence[Order]) -> Layout:
-    """Each row's tokens in their order, then its queries."""
+    """Each row's tokens by place, then its queries."""
     positions, limits, queries = [], [], []
     for o in orders:
         length, predicted = len(o.position_N), len(o.limit_P)
         positions.append(torch.cat([o.position_N, o.position_N[o.prompt :]]))
-        content = torch.arange(length).clamp(min=o.prompt)  # a predicted token sees those before it, and itself
-        limits.append(torch.cat([content, o.limit_P]))
+        # a prompt token sees the prompt, a predicted token all places before its own, and itself
+        token_limit_N = torch.arange(length).clamp(min=o.prompt)
+        limits.append(torch.cat([token_limit_N, o.limit_P]))
         queries.append(torch.arange(length + predicted) >= length)
     return Layout(*(pad_sequence(rows, batch_first=True) for rows in (positions, limits, queries)))
 
 
 class ASARM(Method):
-    """Trains a target on the joint conditional of a random part of each row given the rest of it."""
+    """Trains a target on the joint density of a random part of each row given the rest of the row."""
 
+    export_dtype = torch.bfloat16
     steps_done: Tensor
 
     def __init__(
@@ -151,7 +153,7 @@ class ASARM(Method):
         chunk_mb: float,
     ) -> None:
         """`order` of the predicted tokens: sorted | random. `first_visible` keeps a row's first token in the prompt. A
-        query sees up to `lookahead - 1` fewer of the predicted tokens before its own (1: the paper's loss).
+        query sees 0 to `lookahead - 1` fewer of the predicted tokens before its own (1: the paper's loss).
         `normalisation` per_token is the sum of eq. 7 over all tokens of the batch, divided by their number; per_row
         the mean over each row's predicted tokens, averaged over rows (as released).
 
@@ -159,7 +161,7 @@ class ASARM(Method):
         """
         super().__init__()
         if target.mask_token_id is None:
-            raise UserError(f"target {target.name!r} has no mask token, which asks for a position: set mask_token_id")
+            raise UserError(f"target {target.name!r} has no mask token, which position queries need: set mask_token_id")
         if order not in ORDERS:
             raise UserError(f"method.order={order} is unknown; say one of {', '.join(ORDERS)}")
         if normalisation not in NORMALISATIONS:
@@ -173,9 +175,9 @@ class ASARM(Method):
         tuning.prepare(target)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        """Raises UserError for a batch whose rows have no numbers."""
-        if batch.numbers is None:
-            raise UserError("AS-ARM draws mask rates by the rows' numbers (Batch.numbers), and the batch has none")
+        """Raises UserError for a batch without row numbers."""
+        if batch.row_numbers is None:
+            raise UserError("AS-ARM takes mask rates from a sequence over rows: the batch needs row_numbers")
         low, high = self.rate.at(int(self.steps_done) if self.training else self.rate.steps)
         lengths = row_lengths(batch.supervised_BL)
         orders = [
@@ -187,21 +189,21 @@ class ASARM(Method):
                 first_visible=self.first_visible,
                 lookahead=self.lookahead,
             )
-            for length, number, generator in zip(lengths, batch.numbers, generators, strict=True)
+            for length, number, generator in zip(lengths, batch.row_numbers, generators, strict=True)
         ]
         return self.loss_at(batch, orders)
 
     def loss_at(self, batch: Batch, orders: Sequence[Order]) -> LossOutput:
         """The loss with given orders of generation."""
-        # 1. both streams in one pass
-        made, device = layout(orders), batch.ids_BL.device
-        positions, limit, query = (t.to(device) for t in (made.position_BL, made.limit_BL, made.query_BL))
-        content_BL = batch.ids_BL.gather(1, positions)
-        ids_BL = torch.where(query, self.mask_token_id, content_BL)
+        # 1. tokens and position queries in one pass
+        inputs, device = layout(orders), batch.ids_BL.device
+        positions, limit, query = (t.to(device) for t in (inputs.position_BL, inputs.limit_BL, inputs.query_BL))
+        token_BL = batch.ids_BL.gather(1, positions)  # the token at the input's position, also for queries
+        ids_BL = torch.where(query, self.mask_token_id, token_BL)
         mask = masks.any_subset(limit, torch.zeros(len(orders), dtype=torch.long, device=device))
         hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
-        # 2. the token at each query's position; a MASK in the text is context alone, no softmax has it
-        chosen = query & (content_BL != self.mask_token_id)
+        # 2. cross-entropy at the queries; a MASK in the text is only context: it has no probability
+        chosen = query & (token_BL != self.mask_token_id)
         count_B = chosen.sum(1)
         if self.normalisation == "per_token":
             weight_B, total = torch.ones_like(count_B, dtype=widest(device)), count_B.sum()
@@ -210,7 +212,7 @@ class ASARM(Method):
         loss_sum, stats = chunked_sum(
             token_loss_without(self.mask_token_id),
             terms=[(hidden[chosen], self.target.lm_head.weight)],
-            constants=[weight_B[:, None].expand(chosen.shape)[chosen], content_BL[chosen]],
+            constants=[weight_B[:, None].expand(chosen.shape)[chosen], token_BL[chosen]],
             chunk_mb=self.chunk_mb,
         )
         tokens = torch.tensor(sum(len(o.position_N) for o in orders), device=device)
@@ -225,19 +227,8 @@ class ASARM(Method):
     def after_step(self) -> None:
         self.steps_done += 1
 
-    @torch.no_grad()
     def finish(self) -> None:
-        """Rounds the weights to the bfloat16 in which they ship: what is evaluated is what is written."""
         self.tuning.merge(self.target)
-        for parameter in self.target.model.parameters():
-            parameter.copy_(parameter.bfloat16())
 
     def export(self, folder: Path, *, card: str) -> Path:
-        """A Hugging Face folder in bfloat16 with the tokenizer; config.json has the mask token's id."""
-        with atomic_folder(folder / "target") as scratch:
-            model = deepcopy(self.target.model).to(torch.bfloat16)
-            model.config.mask_token_id = self.mask_token_id
-            model.save_pretrained(scratch)
-            self.target.tokenizer.save_pretrained(scratch)
-            (scratch / "README.md").write_text(card, encoding="utf-8")
-        return folder / "target"
+        return export_language_model(self.target, folder / "target", dtype=self.export_dtype, card=card)

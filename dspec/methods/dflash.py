@@ -1,8 +1,8 @@
 """DFlash: train a block-diffusion drafter without heads on random anchors.
 
 Source: "DFlash: Block Diffusion for Flash Speculative Decoding" (z-lab, arXiv 2602.06036), training section: random
-anchors, blocks that do not see each other, exponentially decaying cross-entropy w_k = exp(-k / gamma). Both slot
-layouts (models/draft.py); the computation is in methods/drafter.py.
+anchors, blocks that do not see each other, exponentially decaying cross-entropy w_k = exp(-k / gamma). Drafters of
+both slot layouts (models/draft.py) can be trained; the computation is in methods/drafter.py.
 
 Departures: target features are computed online, at most cached in memory (feature_cache_mb); gamma is a parameter, as
 in DeepSpec@afdfa7c (4.0 for every block size), not tied to the block size; each loss is divided by the sum of its

@@ -1,7 +1,7 @@
-"""What DFlash and DSpark share: a drafter learns blocks at random anchors of the target's own responses.
+"""What DFlash and DSpark share: a drafter learns blocks at random anchors of responses that the target generated.
 
-All blocks of a batch run through the drafter in one pass, under a mask that keeps them apart. Each slot with a label is
-one row of the loss; heads (models/heads.py) are trained if the drafter has them.
+All blocks of a batch run through the drafter in one pass, under a mask that keeps them from seeing each other. Each
+slot with a label is one row of the loss; heads (models/heads.py) are trained if the drafter has them.
 
 Legend: B = batch, L = positions, N = anchors, K = block slots, J = draft slots, P = supervised slots, D = width,
 V = vocabulary.
@@ -102,11 +102,11 @@ class DrafterMethod(Method):
 
     @torch.no_grad()
     def _outputs(self, batch: Batch) -> ModelOutput:
-        """The target's outputs; with a cache only up to each row's last supervised position: no later one is read."""
+        """The target's outputs; with a cache only up to each row's last supervised position (later ones are unused)."""
         if self._cache is None:
             return self.target(batch.ids_BL, taps=self.draft.config.target_layer_ids)
-        place = torch.arange(1, batch.supervised_BL.shape[1] + 1, device=batch.supervised_BL.device)
-        return self._cache(batch.ids_BL, (batch.supervised_BL * place).amax(1).clamp(min=1).tolist())
+        length_L = torch.arange(1, batch.supervised_BL.shape[1] + 1, device=batch.supervised_BL.device)
+        return self._cache(batch.ids_BL, (batch.supervised_BL * length_L).amax(1).clamp(min=1).tolist())
 
     def loss_at(self, batch: Batch, output: ModelOutput, anchor_BN: Tensor, valid_BN: Tensor) -> LossOutput:
         """The loss for given anchors; `output` holds the target's features and final hidden states."""

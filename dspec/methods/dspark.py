@@ -15,4 +15,4 @@ from dspec.methods.drafter import DrafterMethod
 
 
 class DSpark(DrafterMethod):
-    """Trains a drafter with whichever heads it has, teacher-forced."""
+    """Trains a drafter and the heads that it has, teacher-forced."""

@@ -6,9 +6,9 @@ L(theta) = L_pc + lambda L_AR on packed rows under the noise-conditioned mask (a
 2403.00835) is window 1 without a schedule; keeping part of the weight change is WiSE-FT (arXiv 2109.01903).
 
 L_pc is the forward KL from the distribution on the clean copy to the one on the noisy copy, token by token: at token t
-both predict token t + 1, so a block's last token predicts the next block's first. Where both copies see the same text,
-the KL of the same pass is zero in value and gradient, so only a response's last token, which has no successor, must be
-left out. L_AR runs over the clean copies, which form a plain causal text.
+both predict token t + 1, so a block's last token predicts the next block's first. A response's last token predicts
+nothing and is left out. Tokens for which both copies see the same text need no such exception: their KL is zero, in
+value and gradient. L_AR is computed on the clean copies, which form a plain causal text.
 
 Departures: lambda, temperature, weights and the normalisation of the sums are parameters (the released code fixes 10
 on L_AR, divides L_pc twice and trains on prompts); `decay` lowers the KL's weight after a block's first wrong token,
@@ -18,14 +18,11 @@ Legend: B = rows, L = indices in a row, P = chosen tokens, D = width, V = vocabu
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Generator, Tensor
 
-from dspec.atomic import atomic_folder
 from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.jacobi_forcing.noise import Distance, Schedule, depth
@@ -33,8 +30,10 @@ from dspec.jacobi_forcing.packing import TrajectoryBatch
 from dspec.jacobi_forcing.teachers import Teacher
 from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
 from dspec.method import Batch, LossOutput, Method
+from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
+from dspec.tuning import Tuning
 
 Normalisation = Callable[[TrajectoryBatch], tuple[Tensor, Tensor]]
 
@@ -48,80 +47,10 @@ def per_sample(batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
     """As in the paper: KL summed over a block and averaged over a response's blocks; CE summed; mean over samples."""
     last = batch.last_BL & ~batch.noisy_BL
     weight = torch.zeros_like(batch.ids_BL, dtype=widest(batch.ids_BL.device))
-    for row, place in last.nonzero().tolist():
-        same_document = batch.document_BL[row] == batch.document_BL[row, place]  # type: ignore[index]
-        weight[row, same_document] = 1 / float(batch.block_BL[row, place] + 1)
+    for row, index in last.nonzero().tolist():
+        same_document = batch.document_BL[row] == batch.document_BL[row, index]  # type: ignore[index]
+        weight[row, same_document] = 1 / float(batch.block_BL[row, index] + 1)
     return weight, last.sum()
-
-
-class Tuning(Protocol):
-    """Which weights are trained."""
-
-    def prepare(self, target: LanguageModel) -> None:
-        """Marks (or adds) the trained weights."""
-        ...
-
-    def merge(self, target: LanguageModel) -> None:
-        """Merges what was trained into the weights of a plain model."""
-        ...
-
-
-class FullFineTuning:
-    """All weights; the result is an interpolation between the weights before and after training.
-
-    Source: WiSE-FT (arXiv 2109.01903): (1 - alpha) before + alpha after.
-    """
-
-    def __init__(self, *, interpolation: float) -> None:
-        """`interpolation` is alpha in (0, 1]; 1 keeps the whole change. Raises UserError for others."""
-        self.interpolation = _interpolation(interpolation)
-        self._before: dict[str, Tensor] = {}
-
-    def prepare(self, target: LanguageModel) -> None:
-        target.model.requires_grad_(True)
-        if self.interpolation < 1:
-            wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in target.model.named_parameters()}
-            self._before = {name: p.detach().to(wide[name], copy=True) for name, p in target.model.named_parameters()}
-
-    @torch.no_grad()
-    def merge(self, target: LanguageModel) -> None:
-        for name, before in self._before.items():
-            parameter = target.model.get_parameter(name)
-            parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.interpolation))
-        self._before = {}
-
-
-class LoRA:
-    """Low-rank adapters (peft) on linear layers, scaled by `interpolation` and merged at the end."""
-
-    def __init__(self, *, rank: int, alpha: int, modules: str, interpolation: float) -> None:
-        """`modules` is a pattern of layer names, or "all-linear"; `interpolation` as for FullFineTuning."""
-        self.rank, self.alpha, self.modules = rank, alpha, modules
-        self.interpolation = _interpolation(interpolation)
-
-    def prepare(self, target: LanguageModel) -> None:
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as error:
-            raise UserError('LoRA needs peft: pip install -e ".[lora]", or use method/tuning=full') from error
-        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
-        inject_adapter_in_model(config, target.model)
-
-    def merge(self, target: LanguageModel) -> None:
-        from peft.tuners.lora import LoraLayer
-
-        for name, layer in list(target.model.named_modules()):
-            if isinstance(layer, LoraLayer):
-                layer.scale_layer(self.interpolation)
-                layer.merge()
-                parent, _, child = name.rpartition(".")
-                setattr(target.model.get_submodule(parent), child, layer.get_base_layer())
-
-
-def _interpolation(interpolation: float) -> float:
-    if not 0 < interpolation <= 1:
-        raise UserError(f"method.tuning.interpolation={interpolation} must be above 0 and at most 1 (the whole change)")
-    return interpolation
 
 
 class JacobiForcing(Method):
@@ -190,11 +119,11 @@ class JacobiForcing(Method):
         kl_sum, kl = self._consistency(batch, hidden, teacher, teacher_head, weight_BL)
         # 3. L_AR on the clean ones
         ce_sum, ce = self._next_token(batch, ids_BL, hidden)
-        places, tokens = (torch.tensor(float(len(stats)), device=stats.device) for stats in (kl, ce))
+        noisy_count, clean_count = (torch.tensor(float(len(stats)), device=stats.device) for stats in (kl, ce))
         metrics = {
-            "kl": (kl[:, 0].sum(), places),
-            "match": (kl[:, 1].sum(), places),
-            "ce": (ce[:, 0].sum(), tokens),
+            "kl": (kl[:, 0].sum(), noisy_count),
+            "match": (kl[:, 1].sum(), noisy_count),
+            "ce": (ce[:, 0].sum(), clean_count),
         }
         return LossOutput(self.consistency_weight * kl_sum + self.ar_weight * ce_sum, total, metrics)
 
@@ -236,9 +165,4 @@ class JacobiForcing(Method):
         self.tuning.merge(self.target)
 
     def export(self, folder: Path, *, card: str) -> Path:
-        """A Hugging Face folder with the tokenizer: an ordinary causal LM, in the dtype it has now."""
-        with atomic_folder(folder / "target") as scratch:
-            deepcopy(self.target.model).save_pretrained(scratch)
-            self.target.tokenizer.save_pretrained(scratch)
-            (scratch / "README.md").write_text(card, encoding="utf-8")
-        return folder / "target"
+        return export_language_model(self.target, folder / "target", dtype=self.export_dtype, card=card)

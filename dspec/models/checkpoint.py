@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from dspec.atomic import atomic_folder, restore
-from dspec.calibration.sts import Calibration
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft, DraftConfig, DraftMetadata
 from dspec.models.language_model import LanguageModel
 

@@ -24,9 +24,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask
-from dspec.calibration.sts import Calibration
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache, Window
+from dspec.models.calibration import Calibration
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
 from dspec.models.language_model import LanguageModel
 from dspec.models.rotary import Rotary

@@ -191,13 +191,15 @@ class LanguageModel(nn.Module):
             if any(starts):
                 positions_BL = positions_BL + torch.tensor(starts, device=device)[:, None]
         window = cache.window(starts, L) if cache is not None else None
-        added = None if torch.is_autocast_enabled(device.type) else self.dtype
+        additive_dtype = None if torch.is_autocast_enabled(device.type) else self.dtype
         if mask is None:
-            physical = masks.build_causal(starts, queries=L, device=device, added=added)
+            physical = masks.build_causal(starts, queries=L, device=device, additive_dtype=additive_dtype)
         else:
             keys = L if window is None else window.end
             flex = window is None and device.type == "cuda"  # caches grow: each length would be compiled again
-            physical = masks.build(mask, batch=B, queries=L, keys=keys, device=device, added=added, flex=flex)
+            physical = masks.build(
+                mask, batch=B, queries=L, keys=keys, device=device, additive_dtype=additive_dtype, flex=flex
+            )
         return self._layers(ids_BL, positions_BL, physical, window, taps)
 
     def _layers(
@@ -282,9 +284,9 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
     """
     if dtype not in DTYPES:
         raise UserError(f"target.dtype={dtype} is unknown; use one of {', '.join(DTYPES)}")
-    if dtype == "bfloat16" and torch.device(device).type == "cpu":
-        check_bfloat16()
     place = local_device(device)
+    if dtype == "bfloat16" and torch.device(place).type == "cpu":
+        check_bfloat16()
     folder = Path(path).expanduser()
     restore(folder)
     if folder.is_dir():
@@ -299,14 +301,38 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
 
 
 def local_device(device: str) -> str:
-    """`device`, with "cuda" replaced by this process's own GPU (by its local rank).
+    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees, of which
+    schedulers may show each process but its own.
 
-    Raises UserError if a GPU is requested and there is none.
+    Raises UserError for a device that torch does not know or cannot use here.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        asked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        named = "null" if device is None else device
+        raise UserError(f"target.device={named} is unknown to torch: use cpu, cuda or cuda:<number>") from error
+    if asked.type != "cuda":
+        return _usable(device)
+    if not torch.cuda.is_available():
         raise UserError(f"target.device={device}: torch sees no CUDA GPU here; use target.device=cpu")
-    rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    return f"cuda:{rank}" if device == "cuda" else device
+    count = torch.cuda.device_count()
+    if asked.index is None:
+        rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+        return f"cuda:{int(rank) % count}"
+    if asked.index >= count:
+        raise UserError(
+            f"target.device={device}: torch sees {count} GPU(s) here, numbered from 0; use target.device=cuda"
+        )
+    return device
+
+
+def _usable(device: str) -> str:
+    """`device` if a tensor can be made and read there; torch says only then what it was built for."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UserError(f"target.device={device}: torch cannot use it here; use cpu, cuda or cuda:<number>") from error
+    return device
 
 
 def embedded_target(*, dtype: str, device: str) -> LanguageModel:

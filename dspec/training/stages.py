@@ -15,6 +15,7 @@ dspec/train.py.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
+from dspec.calibration.stage import CalibrateSTS
 from dspec.config import instantiate, instantiate_decoders, remember_command
 from dspec.errors import UserError
 from dspec.method import Method
@@ -38,6 +40,7 @@ from dspec.training.checks import check_accelerator, check_optimizer, check_trai
 from dspec.training.history import History
 from dspec.training.lit_module import LitModule
 from dspec.training.models import Models
+from dspec.training.parts import DecoderSpec, Evaluation, Report, TrainingData
 from dspec.training.resuming import check_same_config, portable
 
 log = logging.getLogger(__name__)
@@ -65,13 +68,13 @@ class Job:
     config: dict[str, Any]
     recipe: str | None
     models: Models
-    data: Any
+    data: TrainingData
     method: Method
-    calibration: Any  # None: no calibration stage
-    specs: Any
-    benchmarks: Any
-    evaluation: Any
-    report: Any
+    calibration: CalibrateSTS | None  # None: no calibration stage
+    specs: Mapping[str, DecoderSpec]
+    benchmarks: Mapping[str, object]
+    evaluation: Evaluation
+    report: Report
     history: History
     trainer: L.Trainer
     module: LitModule
@@ -94,16 +97,17 @@ def prepare(cfg: DictConfig) -> Job:
 
     # models first: the rest is built for them; the random numbers of fresh weights depend on this order
     target: LanguageModel = instantiate(cfg.target)
-    data = instantiate(cfg.data, target=target)
+    data: TrainingData = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
     models = Models(target=target, draft=draft)
     method: Method = instantiate(cfg.method, **models.parts)
-    calibration = instantiate(cfg.calibration)
+    calibration: CalibrateSTS | None = instantiate(cfg.calibration)
     specs, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
-    evaluation, report = instantiate(cfg.evaluation), instantiate(cfg.report)
+    evaluation: Evaluation = instantiate(cfg.evaluation)
+    report: Report = instantiate(cfg.report)
     if calibration is not None:
-        calibration.check(draft)
-        calibration.check_prompts(target, draft, calibration_prompts(data))
+        calibration.check(draft)  # raises without a drafter
+        calibration.check_prompts(target, draft, calibration_prompts(data))  # type: ignore[arg-type]
     for spec in specs.values():
         spec.check(target=target, draft=draft)
     evaluation.encode_prompts(target=target, specs=specs, benchmarks=benchmarks, policy=data.policy)
@@ -142,7 +146,7 @@ def prepare(cfg: DictConfig) -> Job:
     )
 
 
-def calibration_prompts(data: Any) -> list[list[int]]:
+def calibration_prompts(data: TrainingData) -> list[list[int]]:
     return [ids for _, ids in data.encoded("calibration")]
 
 
@@ -151,7 +155,8 @@ def train(job: Job) -> None:
     job.models.for_data(job.method, job.device)
     checkpoint = resume_checkpoint(job.run_dir) if job.config["resume"] is not None else None
     try:
-        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint)
+        # a protocol cannot extend Lightning's class
+        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=checkpoint)  # type: ignore[arg-type]
     except SystemExit as stopped:  # Lightning's exit on Ctrl-C and SIGTERM: without a message, on SIGTERM with code 0
         if not job.trainer.is_global_zero:
             raise
@@ -159,7 +164,7 @@ def train(job: Job) -> None:
     if job.trainer.is_global_zero:
         torch.use_deterministic_algorithms(False)  # evaluation is timed
         job.method.finish()
-        job.models.as_shipped(job.device)
+        job.models.as_shipped(job.method, job.device)
 
 
 def _provenance(job: Job) -> dict[str, Any]:

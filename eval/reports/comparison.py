@@ -19,16 +19,17 @@ from typing import Any
 from dspec.config import one_line_errors
 from dspec.errors import UserError
 from eval.intervals import student
-from eval.results import AR, AR_OF_BASE, UNTRUSTED, flat, load, load_verdicts, pool_rows
+from eval.reports.table import over_ar
+from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, flat, load, load_verdicts, pool_rows
 
 # settings that do not make a different method: parts of the config (rows name decoder and benchmark) and single keys
-_UNLIKE = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
-_UNLIKE_KEYS = (
+_IGNORED_PARTS = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
+_IGNORED_KEYS = (
     "data.cache_dir",
     "trainer.log_every_n_steps",
     *(f"evaluation.{key}" for key in ("warmup", "generate_prompts", "generate_floor")),
 )
-_NAMED = 4  # at most this many settings in a name: runs that differ in more are named by their folders
+_MOST_NAMED = 4  # at most this many settings in a name: runs that differ in more are named by their folders
 METRICS = ("tau", "tpf", "speedup")
 
 Prompt = tuple[str, str]  # benchmark, id
@@ -40,7 +41,8 @@ class Outcome:
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     right: dict[Prompt, bool] = field(default_factory=dict)
-    trusted: bool = True  # whether its AR loop kept up with transformers' generate; otherwise its speedups are inflated
+    baselines: frozenset[str] = frozenset({AR})  # what its speedups are relative to
+    trusted: bool = True  # whether that is AR, and kept up with transformers' generate; else speedups may be inflated
 
 
 Outcomes = dict[tuple[str, float], dict[int, Outcome]]  # (method, temperature) -> seed -> outcome
@@ -90,7 +92,8 @@ def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any], *, 
         if row["quality_name"]
         for name, judged in verdicts[row["decoder"]["name"], row["benchmark"], row["decoder"]["temperature"]].items()
     }
-    return Outcome({name: pooled[name] for name in METRICS}, right, trusted)
+    baselines = frozenset(row["baseline"] for row in rows)
+    return Outcome({name: pooled[name] for name in METRICS}, right, baselines, trusted and all(map(over_ar, baselines)))
 
 
 def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
@@ -108,7 +111,7 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
             differing: dict[str, tuple[str, ...]] = {}
         else:
             differing = _differing([(runs[i][1]["run"]["config"], rows[i][0]["decoder"]) for i in having])
-        if len(differing) > _NAMED:
+        if len(differing) > _MOST_NAMED:
             differing = {"run": tuple(runs[i][0].resolve().name for i in having)}
         for at, i in enumerate(having):
             names[i][method] = " ".join([method, *(f"{key}={values[at]}" for key, values in differing.items())])
@@ -120,8 +123,8 @@ def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> d
     the one with the shortest name."""
     settings = []
     for config, decoder in runs:
-        parts = flat({key: value for key, value in config.items() if key not in _UNLIKE} | {"decoder": decoder})
-        settings.append({path: value for path, value in parts.items() if path not in _UNLIKE_KEYS})
+        parts = flat({key: value for key, value in config.items() if key not in _IGNORED_PARTS} | {"decoder": decoder})
+        settings.append({path: value for path, value in parts.items() if path not in _IGNORED_KEYS})
     paths = sorted({path for parts in settings for path in parts}, key=lambda path: (len(path), path))
     found: dict[tuple[str, ...], str] = {}
     for path in paths:
@@ -144,11 +147,15 @@ def compare(folders: Sequence[Path]) -> str:
         lines += [f"T={temperature:g}", *(_line(method, by_seed) for method, by_seed in at_t.items())]
         for a, b in combinations(at_t, 2):
             lines += _difference(a, at_t[a], b, at_t[b])
-    lines.append("differences: mean and 95 % interval, paired by seed (tau, tpf, x AR) or prompt (quality)")
-    shown = [o for by_seed in found.values() for o in by_seed.values() if o.metrics["speedup"] is not None]
+    every = [outcome for by_seed in found.values() for outcome in by_seed.values()]
+    speedup = _shown_name("speedup", every)
+    lines.append(f"differences: mean and 95 % interval, paired by seed (tau, tpf, {speedup}) or prompt (quality)")
+    shown = [outcome for outcome in every if outcome.metrics["speedup"] is not None]
     if _mark(shown):
+        marked = _label([outcome for outcome in shown if not outcome.trusted])
         lines.append(
-            f"{UNTRUSTED} AR fell behind transformers' generate, or was not timed against it: x AR may be inflated"
+            f"{UNTRUSTED} {marked} fell behind transformers' generate, or was not timed against it: x {marked} may be "
+            "inflated"
         )
     return "\n".join(lines)
 
@@ -172,13 +179,19 @@ def _line(method: str, by_seed: Mapping[int, Outcome]) -> str:
         values = [v for outcome in by_seed.values() if (v := value(outcome)) is not None]
         if values:
             mark = _mark(by_seed.values()) if name == "speedup" else ""
-            parts.append(f"{_SHOWN.get(name, name)} {statistics.fmean(values):{form}}{mark}")
+            parts.append(f"{_shown_name(name, by_seed.values())} {statistics.fmean(values):{form}}{mark}")
     taus = [f"{s}: {o.metrics['tau']:.2f}" for s, o in sorted(by_seed.items()) if o.metrics["tau"] is not None]
     by = f"\n      tau by seed {', '.join(taus)}" if len(taus) > 1 else ""
     return f"  {method} (seed {', '.join(map(str, sorted(by_seed)))})\n      {', '.join(parts)}{by}"
 
 
-_SHOWN = {"speedup": "x AR", "quality": "quality %"}
+def _label(outcomes: Iterable[Outcome]) -> str:
+    return baseline_label({name for outcome in outcomes for name in outcome.baselines})
+
+
+def _shown_name(metric: str, outcomes: Iterable[Outcome]) -> str:
+    """How the text names a metric of these outcomes."""
+    return f"x {_label(outcomes)}" if metric == "speedup" else {"quality": "quality %"}.get(metric, metric)
 
 
 def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int, Outcome]) -> list[str]:
@@ -190,13 +203,16 @@ def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int,
     prompts = sorted(set.intersection(*(left[s].right.keys() & right[s].right.keys() for s in seeds)))
     if prompts:
         gaps = [statistics.fmean(left[s].right[p] - right[s].right[p] for s in seeds) for p in prompts]
-        lines.append(f"      {_SHOWN['quality']} {_shown([100 * gap for gap in gaps], '+.1f')}, {len(prompts)} prompts")
+        lines.append(
+            f"      {_shown_name('quality', ())} {_shown([100 * gap for gap in gaps], '+.1f')}, {len(prompts)} prompts"
+        )
     for name in METRICS:
         pairs = [(left[s].metrics[name], right[s].metrics[name]) for s in seeds]
         gaps = [x - y for x, y in pairs if x is not None and y is not None]
         if len(gaps) == len(seeds):
-            mark = _mark([side[s] for side in (left, right) for s in seeds]) if name == "speedup" else ""
-            lines.append(f"      {_SHOWN.get(name, name)} {_shown(gaps, '+.2f')}{mark}")
+            both = [side[s] for side in (left, right) for s in seeds]
+            mark = _mark(both) if name == "speedup" else ""
+            lines.append(f"      {_shown_name(name, both)} {_shown(gaps, '+.2f')}{mark}")
     return lines
 
 

@@ -31,7 +31,7 @@ class Report:
         """`logger` is the run's Lightning logger; W&B's also gets the config, the rows and the plots."""
         write_json(run_dir / "results.json", results)
         rows, check = results["rows"], results["run"]["ar_check"]
-        note = gate_note(check)
+        note = gate_note(check, rows)
         _write(run_dir / "table.md", f"{markdown(rows, trusted=bool(check['trusted']))}\n{legend(rows)}\n{note}\n")
         _write(run_dir / "table.csv", as_csv(rows, trusted=check["trusted"]))
         plots = run_dir / "plots"

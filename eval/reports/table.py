@@ -2,15 +2,16 @@
 
 import csv
 import io
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eval.results import UNTRUSTED
+from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label
 
 ResultRow = Mapping[str, Any]
 
 WIDTH = 80
-LOSSLESS = "="  # suffix of the quality of a row with the same distribution as another row
+LOSSLESS = "="  # suffix of the quality of a row whose outputs have the distribution of its baseline's
 
 
 def number(value: float | None, form: str) -> str:
@@ -27,16 +28,37 @@ def quality(row: ResultRow) -> str:
 
 
 def marked_lossless(row: ResultRow) -> bool:
-    """Whether the row's outputs have the distribution of its AR row: differences in quality are chance or rounding."""
-    return bool(row["lossless"]) and row["decoder"]["name"] != row["serial"]
+    """Whether the row's outputs have the distribution of its baseline's: differences in quality are chance or
+    rounding. A baseline itself is not marked."""
+    return bool(row["lossless"]) and row["decoder"]["name"] != row["baseline"]
+
+
+def _label(rows: Sequence[ResultRow]) -> str:
+    return baseline_label(row["baseline"] for row in rows)
+
+
+def _other_reference(rows: Sequence[ResultRow]) -> str | None:
+    """The header of the speedups over the reference; None if they equal those over the baseline."""
+    if all(row["speedup"] == row["speedup_vs_base_ar"] for row in rows):
+        return None
+    return "x base" if {row["reference"] for row in rows} == {AR_OF_BASE} else "x reference"
+
+
+def over_ar(decoder: str) -> bool:
+    """Whether speedups over this decoder are over plain AR: no other loop can be timed against generate."""
+    return decoder in (AR, AR_OF_BASE)
+
+
+def _speedup(value: float, over: str, *, trusted: bool) -> str:
+    return f"{value:.2f}{'' if trusted and over_ar(over) else UNTRUSTED}"
 
 
 def group(row: ResultRow) -> tuple[str, float]:
     return row["benchmark"], row["decoder"]["temperature"]
 
 
-def _columns(rows: Sequence[ResultRow], *, mark: str) -> dict[str, Callable[[ResultRow], str]]:
-    """Header -> cell; `mark` is appended to speedups."""
+def _columns(rows: Sequence[ResultRow], *, trusted: bool) -> dict[str, Callable[[ResultRow], str]]:
+    """Header -> cell."""
     columns: dict[str, Callable[[ResultRow], str]] = {
         "method": lambda r: r["method"],
         "quality %": lambda r: quality(r) + (LOSSLESS if marked_lossless(r) else " "),
@@ -44,10 +66,10 @@ def _columns(rows: Sequence[ResultRow], *, mark: str) -> dict[str, Callable[[Res
         "tpf": lambda r: number(r["tpf"], ".2f"),
         "NFE": lambda r: str(r["nfe"]),
         "tok/s": lambda r: f"{r['tokens_per_second']:.0f}",
-        "x AR": lambda r: f"{r['speedup']:.2f}{mark}",
+        f"x {_label(rows)}": lambda r: _speedup(r["speedup"], r["baseline"], trusted=trusted),
     }
-    if any(row["speedup"] != row["speedup_vs_base_ar"] for row in rows):  # the target's own weights were trained
-        columns["x base"] = lambda r: f"{r['speedup_vs_base_ar']:.2f}{mark}"
+    if (header := _other_reference(rows)) is not None:
+        columns[header] = lambda r: _speedup(r["speedup_vs_base_ar"], r["reference"], trusted=trusted)
     columns["diff"] = lambda r: number(r["mismatches"], "d")
     return columns
 
@@ -62,7 +84,7 @@ def title(row: ResultRow) -> str:
 
 def table(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     """One line per row, under a line for each benchmark and temperature; quality before speed."""
-    columns = _columns(rows, mark="" if trusted else UNTRUSTED)
+    columns = _columns(rows, trusted=trusted)
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     undecided = {group(row): title(row) for row in sorted(rows, key=_undecided)}  # the most of the group
     return aligned(list(columns), cells, titles=[undecided[group(row)] for row in rows])
@@ -100,20 +122,38 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def legend(rows: Sequence[ResultRow]) -> str:
     """Explains the headers and marks that occur in the table."""
-    lines = ["(low-high): 95 % interval over prompts (Wilson)."]
+    label, lines = _label(rows), ["(low-high): 95 % interval over prompts (Wilson)."]
+    named = "the baseline" if label == "baseline" else label
     if any(map(marked_lossless, rows)):
-        lines.append(f"{LOSSLESS}: lossless, distributed as its AR row: other quality is chance or rounding.")
-    lines.append("x AR: tokens per second over AR of the same weights, median over prompts.")
-    if any(row["speedup"] != row["speedup_vs_base_ar"] for row in rows):
-        lines.append("x base: the same over AR of the base that was trained.")
-    lines.append("diff: greedy answers that differ from AR's.")
+        lines.append(f"{LOSSLESS}: lossless, distributed as its {label} row: other quality is chance or rounding.")
+    if label == "baseline":
+        lines.append("baseline: any_subset for decoders that can fill holes, AR for the others.")
+    lines.append(f"x {label}: tokens per second over {named} of the same weights, median over prompts.")
+    if (header := _other_reference(rows)) is not None:
+        lines.append(f"{header}: the same over {_named_references(rows)}.")
+    lines.append(f"diff: greedy answers that differ from {named}'s.")
     if any(map(_undecided, rows)):
         lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in lines)
 
 
-def gate_note(check: Mapping[str, Any]) -> str:
-    """How our AR loop compares with transformers' generate."""
+def _named_references(rows: Sequence[ResultRow]) -> str:
+    names = {row["reference"] for row in rows}
+    texts = {"AR of the base that was trained" if name == AR_OF_BASE else baseline_label([name]) for name in names}
+    return " or ".join(sorted(texts))
+
+
+def gate_note(check: Mapping[str, Any], rows: Sequence[ResultRow]) -> str:
+    """How the baselines of these rows compare with transformers' generate: our AR loop by `check`."""
+    baselines, notes = {row["baseline"] for row in rows}, []
+    if any(map(over_ar, baselines)):
+        notes.append(_ar_note(check))
+    if others := {name for name in baselines if not over_ar(name)}:
+        notes.append(f"{UNTRUSTED} {baseline_label(others)} cannot be timed against transformers' generate")
+    return "\n".join(notes)
+
+
+def _ar_note(check: Mapping[str, Any]) -> str:
     if check["trusted"] is None:
         return f"{UNTRUSTED} AR was not timed against transformers' generate (generate_prompts=0)"
     count, floor, found = check["batches"], check["floor"], f"{check['ar_over_generate']:.2f}x"
@@ -131,7 +171,8 @@ def gate_note(check: Mapping[str, Any]) -> str:
 
 def line(row: ResultRow, *, trusted: bool) -> str:
     """A finished row, in one line."""
-    found = [f"tpf {number(row['tpf'], '.2f')}", f"x AR {row['speedup']:.2f}{'' if trusted else UNTRUSTED}"]
+    speedup = _speedup(row["speedup"], row["baseline"], trusted=trusted)
+    found = [f"tpf {number(row['tpf'], '.2f')}", f"x {_label([row])} {speedup}"]
     if row["quality"] is not None:
         found.insert(0, f"{quality(row)} %")
     return f"  {row['benchmark']} T={row['decoder']['temperature']:g}, {row['method']}: {', '.join(found)}"
@@ -139,12 +180,12 @@ def line(row: ResultRow, *, trusted: bool) -> str:
 
 def markdown(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     """The table as Markdown, with separate columns for benchmark, T and n."""
-    columns = _columns(rows, mark="" if trusted else r"\*")
+    columns = _columns(rows, trusted=trusted)
     headers = ["benchmark", "T", "n", *columns]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * 4 + "---:|" * (len(headers) - 4)]
     for row in rows:
         cells = [row["benchmark"], f"{row['decoder']['temperature']:g}", str(row["n"])]
-        cells += [cell(row).strip().replace("|", r"\|") for cell in columns.values()]
+        cells += [cell(row).strip().replace("|", r"\|").replace("*", r"\*") for cell in columns.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -154,7 +195,8 @@ _PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "nfe", "t
 
 
 def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
-    """The rows as CSV with full precision, one line per row; `trusted` is whether their speedups are."""
+    """The rows as CSV with full precision, one line per row; `trusted` is whether AR kept up with generate (None: not
+    timed), and empty for a row with another baseline."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     ends = [f"{name}_{end}" for name in ("quality", "tau", "tpf", "speedup") for end in ("low", "high")]
@@ -163,6 +205,12 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
         named = [row["benchmark"], row["decoder"]["temperature"], row["method"], row["decoder"]["name"], row["target"]]
         intervals = [row["interval_95"][name] or (None, None) for name in ("quality", "tau", "tpf", "speedup")]
         writer.writerow(
-            [*named, row["n"], *(row[name] for name in _PLAIN), *(x for i in intervals for x in i), trusted]
+            [
+                *named,
+                row["n"],
+                *(row[name] for name in _PLAIN),
+                *(x for i in intervals for x in i),
+                trusted if over_ar(row["baseline"]) else None,
+            ]
         )
     return file.getvalue()

@@ -3,9 +3,9 @@
     python -m eval.search recipe=sweeps/jacobi_config checkpoint=runs/jacobi_forcing/<time>
     python -m eval.search recipe=sweeps/jacobi_config target=tiny search.block_sizes=[8,16]
 
-It prints and writes (search.json, plots/roofline.png) tokens per pass, tokens per second and the passes' position under
-the measured roofline of the device, and names the fastest configuration and the fastest near the ridge point. Torch
-and transformers are imported after arguments and benchmarks are checked.
+It prints and writes (search.json, plots/roofline.png) tokens per pass, tokens per second and the share of the device's
+measured roofline for each configuration, and names the fastest one and the fastest near the ridge point. Torch and
+transformers are imported only after arguments and benchmarks are checked.
 """
 
 from omegaconf import DictConfig
@@ -16,7 +16,7 @@ from eval.checkpoints import check_model
 
 
 def search(cfg: DictConfig) -> None:
-    """One search in Hydra's run folder."""
+    """Runs one search, in Hydra's run folder."""
     if "benchmark" not in cfg or "search" not in cfg:
         raise UserError("nothing to search: use recipe=sweeps/jacobi_config")
     check_model(cfg)

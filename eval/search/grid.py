@@ -1,7 +1,7 @@
 """The search: all configurations and plain AR decode the same prompts greedily, alternating prompt by prompt.
 
-The output is the same for all; answers that differ from plain AR's (float ties) are counted, and quality is reported
-as well. Timing excludes a warm-up; the order of configurations rotates from prompt to prompt.
+All give the same tokens, up to ties between logits in floating point: answers that differ from plain AR's are counted,
+and quality is reported. Warm-up is not timed; the order of configurations rotates from prompt to prompt.
 """
 
 import logging
@@ -82,7 +82,7 @@ class Search:
     def _decode(
         target: LanguageModel, decoder: Decoder, prompt: Prompt, seed: int
     ) -> tuple[Generation, float, bool | None]:
-        """The answer, its seconds and the headline verdict, if the benchmark has one."""
+        """The answer, its seconds, and whether it is right by the benchmark's headline measure, if there is one."""
         benchmark, item, ids = prompt
         strings = StopStrings(target.tokenizer, benchmark.stop)
         asked = Request(
@@ -102,14 +102,15 @@ def point(
     target: LanguageModel,
     plan: JacobiConfig | None,
     decoded: Sequence[tuple[Generation, float]],
-    serial: Sequence[tuple[Generation, float]],
+    baseline: Sequence[tuple[Generation, float]],
     right: Sequence[bool],
     *,
     context: float,
     roofline: Roofline,
 ) -> Point:
-    """One configuration's results; tokens per second include the prefill's time, the passes do not include it. `right`
-    are the verdicts on the judged prompts, `context` the keys in the cache at a pass on average."""
+    """One configuration's results. `decoded` and plain AR's `baseline` are answers and their seconds, by prompt;
+    `right` are the verdicts on the judged prompts; `context` is the mean number of keys in the cache at a pass. Tokens
+    per second include the prefill's time, tokens per pass leave the prefill out."""
     generations = [g for g, _ in decoded]
     forwards = sum(g.forwards for g in generations)
     seconds = sum(s for _, s in decoded)
@@ -126,12 +127,12 @@ def point(
         "intensity": flops / read,
         "flops": flops * forwards / seconds,
         "share_of_roofline": flops * forwards / seconds / roofline.attainable(flops / read),
-        "mismatches": sum(a.tokens != b.tokens for (a, _), (b, _) in zip(decoded, serial, strict=True)),
+        "mismatches": sum(a.tokens != b.tokens for (a, _), (b, _) in zip(decoded, baseline, strict=True)),
     }
 
 
 def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSettings) -> None:
-    """One search in Hydra's run folder."""
+    """Runs one search and writes its results to Hydra's run folder."""
     quiet()
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     torch.set_num_threads(torch.get_num_threads())

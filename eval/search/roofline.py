@@ -1,7 +1,8 @@
-"""The measured roofline of this device: memory bandwidth, matmul throughput, and the position of a pass under it.
+"""The measured roofline of this device (memory bandwidth and matmul throughput), and the cost of a forward pass.
 
 A forward pass over `positions` reads the weights once and the keys and values of its rows, and multiplies each weight
-with each position; attention's own matmuls are left out (they are small next to the weights' at these lengths).
+with each position. The matmuls of attention scores are left out: at these lengths they are small compared with those of
+the weights.
 """
 
 import statistics

@@ -10,8 +10,8 @@ from dspec.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """The grid and how it is measured. `activations` matter only with several blocks in flight: with one, only the
-    first is tried. Raises UserError for an empty grid or a point that cannot be decoded."""
+    """The grid, and how it is measured. `activations` have an effect only with several blocks in flight: with one, only
+    the first is tried. Raises UserError for an empty grid or settings that Jacobi decoding rejects."""
 
     block_sizes: Sequence[int]
     candidates: Sequence[int]
@@ -32,7 +32,7 @@ class SearchSettings:
 
     @property
     def plans(self) -> list[JacobiConfig]:
-        """Each configuration once."""
+        """All configurations of the grid, each once."""
         return [
             JacobiConfig(block_size=n, blocks=k, activation=r, pool_size=self.pool_size, candidates=c)
             for n, c, k, r in itertools.product(self.block_sizes, self.candidates, self.blocks, self.activations)

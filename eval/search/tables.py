@@ -32,7 +32,7 @@ def name(plan: Mapping[str, Any] | None) -> str:
 
 
 def show(points: Sequence[Point], roofline: Roofline) -> str:
-    """One line per configuration, the fastest first. `points[0]` is plain AR's."""
+    """The table: one line per configuration, fastest first. `points[0]` is plain AR's."""
     title = (
         f"Jacobi configurations; this device reads {roofline.bandwidth / 1e9:.1f} GB/s, does "
         f"{roofline.flops / 1e9:.0f} GFLOP/s:\nits ridge point is at {roofline.ridge_point:.1f} FLOP/byte"
@@ -59,7 +59,7 @@ def _times_ar(point: Point, points: Sequence[Point]) -> str:
 
 
 def picks(points: Sequence[Point], roofline: Roofline) -> dict[str, Point]:
-    """The fastest configuration, and the fastest of those within a factor of `NEAR` of the ridge point, by role."""
+    """The fastest configuration, and the fastest within a factor of `NEAR` of the ridge point, by description."""
     tried = [p for p in points if p["plan"] is not None]
     near = [p for p in tried if _from_ridge(p, roofline) <= math.log(NEAR)]
     found = {"fastest": _fastest(tried)}
@@ -77,7 +77,7 @@ def _from_ridge(point: Point, roofline: Roofline) -> float:
 
 
 def verdict(points: Sequence[Point], roofline: Roofline) -> str:
-    """Two lines per pick."""
+    """Two lines for each of `picks`."""
     return "\n".join(
         f"{role}: {name(p['plan'])},\n  {p['tpf']:.2f} tokens per pass, {_times_ar(p, points)} x AR's tokens/s, at "
         f"{p['intensity'] / roofline.ridge_point:.2f} of the ridge point"

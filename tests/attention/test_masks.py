@@ -183,7 +183,7 @@ def test_any_subset_over_a_rank_vector(seed: int) -> None:
 
 def test_build_takes_the_cheapest_form() -> None:
     """No mask, the causal kernel, or a table: boolean, or as what is added to scores."""
-    causal = {"device": CPU, "added": torch.float64}
+    causal = {"device": CPU, "additive_dtype": torch.float64}
     assert masks.build_causal([0, 0], queries=3, **causal) == masks.CAUSAL
     assert masks.build_causal([5], queries=1, **causal) is None
     for starts, queries in (([5], 2), ([5, 5], 1), ([0, 5], 3)):
@@ -192,8 +192,8 @@ def test_build_takes_the_cheapest_form() -> None:
         added = masks.build_causal(starts, queries=queries, **causal)
         assert added.dtype == torch.float64
         assert torch.equal(added == 0, table)
-        assert torch.equal(masks.build_causal(starts, queries=queries, device=CPU, added=None), table)
-    shape = {"batch": 1, "queries": 4, "keys": 4, "device": CPU, "added": None}
+        assert torch.equal(masks.build_causal(starts, queries=queries, device=CPU, additive_dtype=None), table)
+    shape = {"batch": 1, "queries": 4, "keys": 4, "device": CPU, "additive_dtype": None}
     assert isinstance(masks.build(masks.causal(torch.tensor([0])), **shape, flex=True), BlockMask)
 
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from dspec.calibration.sts import (
-    Calibration,
     Traces,
-    calibrated_confidence,
     calibration_report,
     cross_validated_gain,
     expected_calibration_error,
     fit_sts,
     temperature_grid,
 )
+from dspec.models.calibration import calibrated_confidence
 
 BINS = 20
 TRUE = torch.tensor([1.5, 0.5, 2.5, 0.8, 1.25, 2.0, 0.6], dtype=torch.float64)
@@ -186,19 +185,6 @@ def test_grid_is_log_spaced_and_holds_one() -> None:
     assert temperature_grid(low=0.99, high=20.0, points=3).tolist() == pytest.approx([0.99, 1.0, 20.0])
 
 
-def test_calibrated_confidence() -> None:
-    logits = torch.tensor([[[1.0, -2.0]]])
-    confidence = calibrated_confidence(logits, torch.tensor([2.0, 0.5]))
-    assert confidence.tolist()[0][0] == pytest.approx([1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(4.0))])
-
-
-def test_calibration_round_trip() -> None:
-    calibration = Calibration((1.5, 0.5), temperature=1.0, top_p=0.95)
-    assert Calibration.from_dict(json.loads(json.dumps(calibration.to_dict()))) == calibration
-    settings = [(1.0, 0.95), (0.0, 0.95), (1.0, 1.0)]
-    assert [calibration.applies_to(*setting) for setting in settings] == [True, False, False]
-
-
 def test_split_is_disjoint_complete_and_keeps_groups() -> None:
     rounds = torch.arange(1000)
     traces = Traces(rounds[:, None].double(), torch.zeros(1000).long(), torch.ones(1000).long())
@@ -228,12 +214,6 @@ ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("the same K", lambda: Traces.cat([tiny(slots=2), tiny(slots=3)])),
     ("sum to 1", lambda: tiny().split(fractions=[0.5, 0.6], seed=0)),
     ("group_N", lambda: tiny().split(fractions=[0.5, 0.5], seed=0, group_N=torch.arange(3))),
-    ("must be positive", lambda: Calibration((), temperature=1.0, top_p=1.0)),
-    ("must be positive", lambda: Calibration((1.0, math.nan), temperature=1.0, top_p=1.0)),
-    ("need temperature", lambda: Calibration((1.0,), temperature=-1.0, top_p=1.0)),
-    ("need temperature", lambda: Calibration((1.0,), temperature=1.0, top_p=0.0)),
-    ("exactly temperatures", lambda: Calibration.from_dict({"temperatures": [1.0]})),
-    ("one T per slot", lambda: calibrated_confidence(Z, torch.ones(2))),
     ("low < 1 < high", lambda: temperature_grid(low=1.0, high=2.0, points=10)),
     (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([0.5, 2.0]), bins=BINS)),
     (r"contains 1\.0", lambda: fit_sts(tiny(), grid=torch.tensor([-1.0, 1.0]), bins=BINS)),

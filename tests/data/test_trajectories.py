@@ -24,9 +24,9 @@ from dspec.decoding.jacobi_state import JacobiConfig, JacobiState
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Trajectory
-from dspec.methods.jacobi_forcing import LoRA
 from dspec.models.language_model import LanguageModel, embedded_target
 from dspec.seeding import prompt_seed
+from dspec.tuning import LoRA
 
 POLICY = PromptPolicy(system=None, thinking=False)
 SMALL = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 20, "batch_size": 4}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.calibration.sts import Calibration
 from dspec.decoding import factory
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration
 
 WARM = Sampling(temperature=1.0, top_p=0.9)
 PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.0}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.calibration.sts import Calibration
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Request, requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
@@ -22,6 +21,7 @@ from dspec.decoding.state import State
 from dspec.decoding.verification import ConfidenceThreshold, VerifyAll
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
+from dspec.models.calibration import Calibration
 
 KINDS = ("autoregressive", "speculative", "thresholded", "lookup", "jacobi", "recycling")
 SAMPLINGS = (GREEDY, Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.3, top_p=1.0))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.calibration.sts import Calibration
 from dspec.decoding import loop
 from dspec.decoding import speculative as decoding
 from dspec.decoding.factory import speculative
@@ -23,6 +22,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow
 from dspec.decoding.verification import ConfidenceThreshold
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration
 
 CPU = torch.device("cpu")
 GROUPS, CASES = 24, 10

@@ -84,6 +84,7 @@ def test_any_subset_decoders_refer_to_the_sequential_one(toys: SimpleNamespace) 
     assert {spec.baseline for spec in specs.values()} == {"any_subset"}
     base = instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.weights=base"]))
     assert base["assd"].baseline == "base_any_subset"
+    assert base["assd"].baseline in variants(VARIANTS)
     with pytest.raises(UserError, match="draft=self"):
         instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.draft=bigram"]))
 
@@ -123,7 +124,7 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "jacobi_single": "L, Jacobi", "jacobi_recycling": "L, recycling", "jacobi_multiblock": "L, K=2",
     "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
     "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
-    "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
+    "base_any_subset": "base, any-subset", "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
 }  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_rows_and_table(target: LanguageModel, tmp_path: Path) -> None:
     assert rows[2]["mismatches"] is None
     assert rows[1]["tokens"] == rows[0]["tokens"]
     assert rows[0]["verdicts"] == {"answered": 1.0, "long": rows[0]["verdicts"]["long"]}
-    assert (rows[0]["serial"], rows[1]["serial"], rows[1]["lossless"]) == ("autoregressive", "autoregressive", True)
+    assert (rows[0]["baseline"], rows[1]["baseline"], rows[1]["lossless"]) == ("autoregressive", "autoregressive", True)
     text = table(rows, trusted=True)
     assert "echo, T=0, 2 prompts, answered" in text
     assert "prompt lookup" in text
@@ -116,7 +116,7 @@ def test_rows_and_table(target: LanguageModel, tmp_path: Path) -> None:
         target, tmp_path / "c.jsonl", evaluation(0.9, temperatures=[0.0], generate_prompts=0), Echo(PROMPTS[:2])
     )
     assert (check["trusted"], check["ar_over_generate"]) == (None, None)
-    assert "not timed" in gate_note(check)
+    assert "not timed" in gate_note(check, rows)
 
 
 def test_a_benchmark_without_quality_shows_none(target: LanguageModel, tmp_path: Path) -> None:
@@ -277,6 +277,25 @@ def test_resuming_on_other_data_is_refused(target: LanguageModel, tmp_path: Path
     assert path.read_bytes() == before
 
 
+def test_resuming_with_another_drafter_is_refused(target: LanguageModel, tmp_path: Path) -> None:
+    """The drafter's weights count, and so does whether there is one."""
+    drafters = [None, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+
+    def go(path: Path, draft: Any) -> None:
+        evaluation(0.0, temperatures=[0.0], generate_prompts=0, warmup=0, limit=1).rows(
+            target=target, draft=draft, specs={"autoregressive": SPECS["autoregressive"]},
+            benchmarks={"echo": Echo(PROMPTS, 2)}, policy=POLICY, stop_ids=target.stop_ids, samples=path, settings={},
+        )  # fmt: skip
+
+    for i, first in enumerate(drafters):
+        path = tmp_path / f"{i}.jsonl"
+        go(path, first)
+        go(path, first)
+        for other in drafters[:i] + drafters[i + 1 :]:
+            with pytest.raises(UserError, match=r"another weights\.draft"):
+                go(path, other)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_limit_can_grow(target: LanguageModel, tmp_path: Path, batch_size: int) -> None:
@@ -298,7 +317,7 @@ def test_rows_are_handed_on_as_they_are_done(target: LanguageModel, tmp_path: Pa
         evaluation(0.0, generate_prompts=0).rows(
             target=target, draft=None, specs=SPECS, benchmarks={"one": Echo(PROMPTS[:1]), "two": echo},
             policy=POLICY, stop_ids=target.stop_ids, samples=tmp_path / "a.jsonl", settings={},
-            grown=lambda rows, check: grown.append(len(rows)),
+            on_rows=lambda rows, check: grown.append(len(rows)),
         )  # fmt: skip
 
     broken = Echo(PROMPTS[:1])
@@ -327,7 +346,7 @@ def test_each_decoder_goes_first_in_its_turn(
 
 
 @pytest.mark.slow
-def test_each_spec_stands_against_the_serial_decoder_of_its_own_weights(tmp_path: Path) -> None:
+def test_each_spec_stands_against_the_baseline_of_its_own_weights(tmp_path: Path) -> None:
     """A method that trains the target: the base beside it, each with its own mismatches, and two speedups."""
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():

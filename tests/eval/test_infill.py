@@ -18,14 +18,15 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def test_holes_stand_where_they_are_marked(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = parse(tokenizer, "Tom has [MASK:2] pens[MASK].", task=None)
-    assert text.holes == 3
-    assert sorted(text.positions) == list(range(len(text.positions)))
-    filled = text.filled([-1, -2, -3])
+    prompt = parse(tokenizer, "Tom has [MASK:2] pens[MASK].", task=None)
+    assert prompt.max_new_tokens == 3
+    assert prompt.positions is not None
+    assert sorted(prompt.positions) == list(range(len(prompt.positions)))
+    filled = prompt.response([-1, -2, -3])
     head, middle, end = (tokenizer(part)["input_ids"] for part in ("Tom has ", " pens", "."))
     assert filled == [*head, -1, -2, *middle, -3, *end]
     turn = parse(tokenizer, "[MASK:4]", task="How many?")
-    assert turn.filled([1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert turn.response([1, 2, 3, 4]) == [1, 2, 3, 4]
     assert turn.start == len(turn.ids)
 
 

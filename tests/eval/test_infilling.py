@@ -1,12 +1,14 @@
 """Texts with holes through the evaluation: prompts, which decoders answer them, and what a filled response is worth."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
-from dspec.config import composed, instantiate
+from dspec.config import composed, instantiate, instantiate_decoders
 from dspec.decoding import factory
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.generation import Generation
@@ -16,10 +18,10 @@ from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
 from eval.benchmarks.embedded_infilling import FilledFunctions, FilledProblems, equations_hold
-from eval.decoders import ANY_SUBSET, DecoderSpec
+from eval.decoders import DecoderSpec
 from eval.evaluate import Evaluation
 from eval.prompts import encode
-from eval.results import AR
+from eval.results import ANY_SUBSET, AR
 
 POLICY = PromptPolicy(system=None, thinking=False)
 
@@ -119,8 +121,27 @@ def test_rows_of_an_infilling_benchmark(target: LanguageModel, problems: FilledP
     assert sequential["tokens"] == assd["tokens"] == sequential["nfe"]
     assert assd["nfe"] < sequential["nfe"]
     assert assd["mismatches"] == 0
-    assert {row["serial"] for row in rows} == {ANY_SUBSET}
+    assert {row["baseline"] for row in rows} == {ANY_SUBSET}
     assert assd["speedup"] == assd["speedup_vs_base_ar"]
+
+
+def test_the_base_fills_holes_next_to_the_trained_model(problems: FilledProblems, tmp_path: Path) -> None:
+    """With weights=base, ASSD has the tokens of its baseline, the base's, not those of the trained model."""
+    trained = embedded_target(dtype="float32", device="cpu")
+    with torch.no_grad():
+        trained.lm_head.weight.neg_()
+    overrides = ["target=tiny", "decoder.assd.weights=base"]
+    alone = instantiate_decoders(composed("eval", [*overrides, "decoder=[any_subset,assd]"]))
+    with pytest.raises(UserError, match="decoder must contain base_any_subset"):
+        _evaluate(trained, tmp_path / "alone", alone, filled=problems)
+    every = instantiate_decoders(composed("eval", [*overrides, "decoder=[any_subset,base_any_subset,assd]"]))
+    rows = {r["decoder"]["name"]: r for r in _evaluate(trained, tmp_path / "every", every, filled=problems)["rows"]}
+    assert list(rows) == ["any_subset", "base_any_subset", "assd"]
+    assert rows["assd"]["mismatches"] == 0
+    assert rows["assd"]["nfe"] < rows["base_any_subset"]["nfe"] == rows["any_subset"]["nfe"]
+    against = {**every, "assd": replace(every["assd"], baseline=ANY_SUBSET)}
+    wrong = _evaluate(trained, tmp_path / "against", against, filled=problems)["rows"][-1]
+    assert wrong["mismatches"] > 0
 
 
 def test_the_decoder_that_speeds_refer_to_must_be_there(

@@ -109,7 +109,7 @@ def test_batch_equals_the_one_written_block_by_block(seed: int) -> None:
     rows = pack_trajectories(own, row_length=rng.choice([1, 25, 60]))
     got, expected = trajectory_batch(rows), block_by_block(rows)
     for field in fields(TrajectoryBatch):
-        if field.name == "numbers":  # of rows that are drawn, given by the trainer
+        if field.name == "row_numbers":  # set by the trainer
             continue
         one, two = getattr(got, field.name), getattr(expected, field.name)
         assert one.dtype == two.dtype, field.name

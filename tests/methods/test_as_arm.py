@@ -1,4 +1,4 @@
-"""AS-ARM's joint loss against one pass per conditional, what a conditional may hang on, how (sigma, m) is drawn."""
+"""AS-ARM: the joint loss against one pass per conditional; what a conditional depends on; how (sigma, m) is drawn."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,21 +16,21 @@ from data.module import document_batch, pad
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.methods.as_arm import ASARM, GOLDEN_RATIO, MaskRate, Order, draw_order, layout, row_lengths
-from dspec.methods.jacobi_forcing import FullFineTuning
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.training.lit_module import LitModule
+from dspec.tuning import FullFineTuning
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 WIDE = MaskRate(low=[0.1, 0.1], high=[1.0, 1.0], steps=0)
 MASK = 10  # of the toys: their last token
 
 
-def method(of: LanguageModel, **changes: Any) -> ASARM:
+def method(target: LanguageModel, **changes: Any) -> ASARM:
     settings: dict[str, Any] = {
         "tuning": FullFineTuning(interpolation=1.0), "rate": WIDE, "order": "sorted", "first_visible": False,
         "lookahead": 1, "normalisation": "per_token", "chunk_mb": 6e-4,
     }  # fmt: skip
-    return ASARM(target=of, **(settings | changes))
+    return ASARM(target=target, **(settings | changes))
 
 
 def generators(rows: int, seed: int = 0) -> list[torch.Generator]:
@@ -42,7 +42,7 @@ def batch_of(rows: Sequence[Sequence[int]], *, first: int = 0, padding: int = 0)
     made = pad([(list(row), 1) for row in rows])
     place = torch.arange(made.ids_BL.shape[1])
     real = place < torch.tensor([len(row) for row in rows])[:, None]
-    return Batch(made.ids_BL.where(real, padding), made.supervised_BL, numbers=range(first, first + len(rows)))
+    return Batch(made.ids_BL.where(real, padding), made.supervised_BL, row_numbers=range(first, first + len(rows)))
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -59,9 +59,9 @@ def orders(lengths: Sequence[int], *, order: str = "sorted", lookahead: int = 1,
     ]
 
 
-def conditional(of: LanguageModel, text: Sequence[int], known: Sequence[int], prompt: int, position: int) -> Tensor:
-    """log p of the token at `position` given those at the positions `known`, the first `prompt` of which see each other
-    and the others what is before them: a pass of its own, its tokens in the order of the text, its mask a table."""
+def conditional(target: LanguageModel, text: Sequence[int], known: Sequence[int], prompt: int, position: int) -> Tensor:
+    """log p of the token at `position` given those at the positions `known`, of which the first `prompt` are the
+    prompt: a separate pass with the tokens in order of position and the mask as a table."""
     at = sorted([*known, position])
     rank = {p: i for i, p in enumerate(known)}
     table = torch.zeros(len(at), len(at), dtype=torch.bool)
@@ -73,16 +73,16 @@ def conditional(of: LanguageModel, text: Sequence[int], known: Sequence[int], pr
                 both_given = rank[query] < prompt and rank[key] < prompt
                 table[q, k] = both_given or rank[key] <= rank[query]
     ids = torch.tensor([[MASK if p == position else text[p] for p in at]])
-    hidden = of(ids, positions_BL=torch.tensor([at]), mask=lambda b, h, q, kv: table[q, kv]).hidden_BLD
-    logits_V = of.logits(hidden[0, at.index(position)])
+    hidden = target(ids, positions_BL=torch.tensor([at]), mask=lambda b, h, q, kv: table[q, kv]).hidden_BLD
+    logits_V = target.logits(hidden[0, at.index(position)])
     return logits_V[:MASK].log_softmax(-1)[text[position]]  # MASK is the last token: it is left out
 
 
-def reference(of: LanguageModel, text: Sequence[int], order: Order) -> Tensor:
+def reference(target: LanguageModel, text: Sequence[int], order: Order) -> Tensor:
     """- log p of each predicted token."""
     position, losses = order.position_N.tolist(), []
     for i, limit in enumerate(order.limit_P.tolist()):
-        losses.append(-conditional(of, text, position[:limit], order.prompt, position[order.prompt + i]))
+        losses.append(-conditional(target, text, position[:limit], order.prompt, position[order.prompt + i]))
     return torch.stack(losses)
 
 
@@ -114,17 +114,17 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, normalisation: st
 
 def test_both_normalisations_differ_by_rows_of_unequal_length(toys: SimpleNamespace) -> None:
     lengths = [3, 20]
-    rows, drawn, of = texts(lengths), orders(lengths), toys.target()
-    whole = method(of).loss_at(batch_of(rows), drawn)
-    mean = method(of, normalisation="per_row").loss_at(batch_of(rows), drawn)
+    rows, drawn, target = texts(lengths), orders(lengths), toys.target()
+    whole = method(target).loss_at(batch_of(rows), drawn)
+    mean = method(target, normalisation="per_row").loss_at(batch_of(rows), drawn)
     assert int(mean.weight) == 2 < int(whole.weight)
-    alone = [method(of).loss_at(batch_of([r]), [o]) for r, o in zip(rows, drawn, strict=True)]
+    alone = [method(target).loss_at(batch_of([r]), [o]) for r, o in zip(rows, drawn, strict=True)]
     torch.testing.assert_close(whole.loss_sum, sum(x.loss_sum for x in alone), **EXACT)
     torch.testing.assert_close(mean.loss_sum, sum(x.loss_sum / x.weight for x in alone), **EXACT)
 
 
 def test_mask_has_no_probability_and_no_gradient(toys: SimpleNamespace) -> None:
-    """However large its logit is."""
+    """Even if its logit is the largest."""
     lengths = [6, 5]
     rows, drawn = texts(lengths), orders(lengths)
     trained = method(toys.target())
@@ -138,11 +138,11 @@ def test_mask_has_no_probability_and_no_gradient(toys: SimpleNamespace) -> None:
     assert (grad[MASK] == 0).all()
     assert grad.isfinite().all()
     assert (grad[:MASK] != 0).any()
-    assert (trained.target.embed_tokens.weight.grad[MASK] != 0).any()  # it is what queries are made of
+    assert (trained.target.embed_tokens.weight.grad[MASK] != 0).any()  # its embedding is the input of the queries
 
 
 def test_a_mask_in_the_text_is_context_alone(toys: SimpleNamespace) -> None:
-    """Nothing can predict it; it is seen as the token it is."""
+    """It is not predicted, and visible to the other queries."""
     text = texts([6])[0]
     marked = [*text[:3], MASK, *text[4:]]
     order = Order(torch.tensor([0, 4, 2, 3, 5, 1]), 2, torch.tensor([2, 3, 4, 5]))
@@ -159,13 +159,13 @@ def test_nothing_to_predict(toys: SimpleNamespace, normalisation: str) -> None:
     trained = method(toys.target(), normalisation=normalisation)
     ids = torch.tensor([[3, 1, 2], [4, 5, 6]])
     loss = torch.tensor([[True, False, False], [False, False, False]])
-    result = trained.loss(Batch(ids, loss, numbers=(0, 1)), generators=generators(2))
+    result = trained.loss(Batch(ids, loss, row_numbers=(0, 1)), generators=generators(2))
     result.loss_sum.backward()
     assert float(result.loss_sum.detach()) == int(result.weight) == 0
     assert all(p.grad is None or (p.grad == 0).all() for p in trained.parameters())
 
 
-# ---- what a conditional hangs on
+# ---- what a conditional depends on
 
 
 def states(trained: ASARM, row: Sequence[int], order: Order) -> Tensor:
@@ -179,7 +179,7 @@ def states(trained: ASARM, row: Sequence[int], order: Order) -> Tensor:
 
 
 @pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("random", 3)])
-def test_a_token_changes_no_conditional_of_itself_or_of_those_before(
+def test_a_conditional_depends_only_on_the_places_before_its_limit(
     toys: SimpleNamespace, order: str, lookahead: int
 ) -> None:
     trained = method(toys.target())
@@ -188,14 +188,14 @@ def test_a_token_changes_no_conditional_of_itself_or_of_those_before(
     for place, at in enumerate(position):
         changed = [*row[:at], (row[at] + 1) % MASK, *row[at + 1 :]]
         moved = (states(trained, changed, drawn) - before).abs().amax(-1)
-        sees = drawn.limit_P > place  # the whole prompt is seen by all
+        sees = drawn.limit_P > place  # every query sees the whole prompt
         assert (moved[~sees] == 0).all()
         assert (moved[sees] > 1e-4).all()
         assert place >= drawn.prompt or sees.all()
 
 
-def test_queries_see_no_other_query(toys: SimpleNamespace) -> None:
-    """Asked for fewer tokens, the same hidden states."""
+def test_queries_do_not_depend_on_one_another(toys: SimpleNamespace) -> None:
+    """A query alone has the hidden state that it has among others."""
     trained, (row,) = method(toys.target()), texts([8])
     position = torch.tensor([0, 3, 5, 1, 2, 4, 6, 7])
     every = states(trained, row, Order(position, 3, torch.full((5,), 3)))
@@ -215,7 +215,7 @@ def test_padding_is_neither_seen_nor_supervised(toys: SimpleNamespace) -> None:
 
 
 def test_a_packed_row_is_one_text(toys: SimpleNamespace) -> None:
-    """Its documents see each other, as the paper's; what fills it up behind them does not count."""
+    """Its documents see each other, as in the paper; the padding after them has no influence."""
     one, two = texts([4, 5])
     packed = document_batch([[(one, 2), (two, 1)]], 12)
     plain = batch_of([[*one, *two]])
@@ -258,8 +258,9 @@ def test_an_order_is_a_prompt_and_the_rest(order: str, first_visible: bool) -> N
 
 
 @pytest.mark.parametrize("first_visible", [False, True])
-def test_all_subsets_are_alike(first_visible: bool) -> None:
-    """Four of eight tokens, 7000 draws: a token's share is 4 of 8 (of 7 behind a given first) within 5 deviations."""
+def test_all_subsets_are_equally_likely(first_visible: bool) -> None:
+    """Four of eight tokens, 7000 draws: each is predicted in 4 of 8 (with a visible first token: of 7) draws, within 5
+    standard deviations."""
     generator, count = torch.Generator().manual_seed(0), torch.zeros(8)
     how: dict[str, Any] = {"order": "sorted", "first_visible": first_visible, "lookahead": 1}
     drawn = [draw_order(8, 0.5, generator, **how) for _ in range(7000)]
@@ -273,15 +274,15 @@ def test_all_subsets_are_alike(first_visible: bool) -> None:
     assert len(subsets) == (35 if first_visible else 70)
 
 
-def test_lookahead_takes_away_what_was_generated_last() -> None:
-    """Up to lookahead - 1 of the tokens before, each number alike; never of the prompt."""
+def test_lookahead_hides_the_tokens_generated_last() -> None:
+    """0 to lookahead - 1 of the predicted tokens before a query's own, uniformly; never tokens of the prompt."""
     generator = torch.Generator().manual_seed(0)
     made = draw_order(4000, 0.9, generator, order="sorted", first_visible=False, lookahead=4)
     place = torch.arange(made.prompt, 4000)
-    behind = place - made.limit_P
+    hidden_before = place - made.limit_P
     assert (made.limit_P >= made.prompt).all()
-    assert behind[:1].item() == 0
-    share = torch.bincount(behind, minlength=4) / 3600
+    assert hidden_before[0] == 0
+    share = torch.bincount(hidden_before, minlength=4) / 3600
     assert len(share) == 4
     assert ((share - 0.25).abs() < 0.04).all()
 
@@ -291,12 +292,12 @@ def rates(trained: ASARM, numbers: Sequence[int], length: int = 1000) -> list[fl
     found: list[float] = []
     trained.loss_at = lambda batch, drawn: found.extend(len(o.limit_P) / length for o in drawn)  # type: ignore[assignment]
     loss = torch.ones(len(numbers), length, dtype=torch.bool)
-    trained.loss(Batch(loss.long(), loss, numbers=numbers), generators=generators(len(numbers)))
+    trained.loss(Batch(loss.long(), loss, row_numbers=numbers), generators=generators(len(numbers)))
     return found
 
 
 def test_rates_are_spread_evenly_over_any_stretch_of_rows(toys: SimpleNamespace) -> None:
-    """32 rows in a row, wherever they begin: each eighth of the range has 3 to 5 (independent draws: often 0 or 8)."""
+    """Any 32 consecutive rows: each eighth of the range has 3 to 5 (independent draws: often 0 or 8)."""
     trained = method(toys.target(), rate=MaskRate(low=[0.2, 0.2], high=[1.0, 1.0], steps=0))
     for first in (0, 5, 1_000_003):
         found = torch.tensor(rates(trained, range(first, first + 32)))
@@ -333,7 +334,7 @@ def test_rates_ramp_over_optimizer_steps(toys: SimpleNamespace) -> None:
         assert high == pytest.approx(expected[1], abs=4e-3)
 
 
-def test_a_row_draws_the_same_in_any_company(toys: SimpleNamespace) -> None:
+def test_a_row_draws_the_same_in_any_batch(toys: SimpleNamespace) -> None:
     lengths = [9, 30, 12]
     rows, trained = texts(lengths), method(toys.target(), order="random", lookahead=3)
     drawn: list[Order] = []
@@ -361,9 +362,9 @@ class Rows(torch.utils.data.Dataset[Batch]):
         return batch_of(texts([9, 7], seed=i))
 
 
-def fitted(of: LanguageModel, folder: Path, *, resume: Path | None = None) -> ASARM:
+def fitted(target: LanguageModel, folder: Path, *, resume: Path | None = None) -> ASARM:
     """Four optimizer steps of two batches each, a checkpoint after every second one."""
-    trained = method(of, rate=MaskRate(low=[0.1, 0.5], high=[0.1, 0.9], steps=4))
+    trained = method(target, rate=MaskRate(low=[0.1, 0.5], high=[0.1, 0.9], steps=4))
 
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2)
@@ -391,8 +392,8 @@ def test_a_resumed_run_goes_on_in_the_ramp(toys: SimpleNamespace, tmp_path: Path
 
 
 def test_bfloat16_mixed_learns(toys: SimpleNamespace) -> None:
-    of = toys.target(hidden=32, scale=0.1, dtype=torch.float32)
-    trained, batch = method(of, rate=MaskRate(low=[0.5, 0.5], high=[0.9, 0.9], steps=0)), batch_of(texts([8, 6, 8]))
+    target = toys.target(hidden=32, scale=0.1, dtype=torch.float32)
+    trained, batch = method(target, rate=MaskRate(low=[0.5, 0.5], high=[0.9, 0.9], steps=0)), batch_of(texts([8, 6, 8]))
     optimizer, losses = torch.optim.AdamW(trained.parameters(), lr=1e-2), []
     for _ in range(60):
         with torch.autocast("cpu", torch.bfloat16):
@@ -406,20 +407,13 @@ def test_bfloat16_mixed_learns(toys: SimpleNamespace) -> None:
     assert losses[-1] < 0.3
 
 
-def test_what_is_written_is_what_is_evaluated(tmp_path: Path) -> None:
-    """finish() leaves weights that bfloat16 holds; the folder knows the mask token even where no tokenizer does."""
-    trained = method(embedded_target(dtype="float32", device="cpu"))
-    with torch.no_grad():
-        for p in trained.target.model.parameters():
-            p.mul_(1.001)
-    trained.finish()
-    trained.mask_token_id = 17
-    folder = trained.export(tmp_path, card="card")
+def test_the_folder_knows_the_mask_token_even_where_no_tokenizer_does(tmp_path: Path) -> None:
+    of = embedded_target(dtype="float32", device="cpu")
+    of.mask_token_id = 17
+    folder = method(of).export(tmp_path, card="card")
     written = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=None)
     assert written.mask_token_id == 17
     assert written.tokenizer.mask_token == "<|mask|>"
-    for p, q in zip(trained.target.model.parameters(), written.model.parameters(), strict=True):
-        assert torch.equal(p, q)
     assert (folder / "README.md").read_text() == "card"
     asked = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=5)
     assert asked.mask_token_id == 5
@@ -449,19 +443,19 @@ def test_bad_rates(low: list[float], high: list[float], steps: int) -> None:
         MaskRate(low=low, high=high, steps=steps)
 
 
-def test_a_mask_token_and_numbers_are_needed(toys: SimpleNamespace) -> None:
-    of = toys.target()
-    trained = method(of)
-    with pytest.raises(UserError, match="numbers"):
+def test_a_mask_token_and_row_numbers_are_needed(toys: SimpleNamespace) -> None:
+    target = toys.target()
+    trained = method(target)
+    with pytest.raises(UserError, match="row_numbers"):
         trained.loss(Batch(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.bool)), generators=[])
-    of.mask_token_id = None
+    target.mask_token_id = None
     with pytest.raises(UserError, match="mask token"):
-        method(of)
+        method(target)
 
 
-def test_batches_keep_their_numbers_on_another_device() -> None:
+def test_batches_keep_their_row_numbers_on_another_device() -> None:
     batch = batch_of(texts([3, 2]), first=4)
     moved = batch.to("meta")
-    assert moved.numbers == batch.numbers
+    assert moved.row_numbers == batch.row_numbers
     assert moved.ids_BL.is_meta
     assert moved.document_BL is None

@@ -457,6 +457,17 @@ def test_kept_features_give_the_same_loss(toys: SimpleNamespace) -> None:
         _method(toys, feature_cache_mb=-1)
 
 
+def test_kept_features_of_a_row_without_supervision(toys: SimpleNamespace) -> None:
+    """It has no last supervised position, up to which outputs are computed, and adds nothing to the loss."""
+    batch = _batch()
+    batch.supervised_BL[1] = False
+    plain, kept = (_method(toys, cls=DSpark, head="vanilla", confidence=True, feature_cache_mb=mb) for mb in (0, 1))
+    kept.begin(_data())
+    one, two = (m.loss(batch, generators=_seeded()) for m in (plain, kept))
+    torch.testing.assert_close(two.loss_sum, one.loss_sum, rtol=0, atol=1e-10)
+    assert one.weight == two.weight > 0
+
+
 @pytest.mark.parametrize("cls", [DFlash, DSpark])
 def test_training_learns(toys: SimpleNamespace, cls: type) -> None:
     """A few steps on one batch with fixed anchors lower the loss and raise the acceptance."""

@@ -16,7 +16,8 @@ from dspec.jacobi_forcing import noise
 from dspec.jacobi_forcing.packing import Trajectory, TrajectoryBatch, pack_trajectories, trajectory_batch
 from dspec.jacobi_forcing.teachers import EMATeacher, Frozen, StopGradientTeacher
 from dspec.method import Batch
-from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, LoRA, per_sample, per_token
+from dspec.methods.jacobi_forcing import JacobiForcing, per_sample, per_token
+from dspec.tuning import FullFineTuning
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 CPU = torch.device("cpu")
@@ -299,65 +300,6 @@ def test_noise_metric_follows_the_schedule(toys: SimpleNamespace) -> None:
     assert 0.2 < float(drawn[0] / drawn[1]) < 0.6
 
 
-def trained_a_little(own: JacobiForcing) -> None:
-    batch = trajectory_batch(pack_trajectories(samples(7), row_length=60))
-    optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        own.loss(batch, generators=generators()).loss_sum.backward()
-        optimizer.step()
-
-
-def test_lora_trains_adapters_alone_and_merges_exactly(toys: SimpleNamespace) -> None:
-    target = toys.target(seed=7)
-    frozen = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0)
-    own = method(target, tuning=tuning)
-    trained = {name for name, p in own.named_parameters() if p.requires_grad}
-    assert trained
-    assert all("lora_" in name for name in trained)
-    assert sum(p.numel() for p in own.parameters() if p.requires_grad) < sum(p.numel() for p in frozen.values())
-    ids = torch.tensor([[1, 2, 3, 4]])
-    before = target(ids).hidden_BLD
-    trained_a_little(own)
-    tuned = target(ids).hidden_BLD
-    assert not torch.allclose(tuned, before)
-    tuning.merge(target)
-    torch.testing.assert_close(target(ids).hidden_BLD, tuned, **EXACT)
-    assert {name for name, _ in target.named_parameters()} == frozen.keys()  # a plain model again
-
-
-def test_lora_merges_a_share(toys: SimpleNamespace) -> None:
-    changes = []
-    for share in (1.0, 0.25):
-        target = toys.target(seed=7)
-        tuning = LoRA(rank=2, alpha=4, modules="all-linear", interpolation=share)
-        before = target.model.model.layers[0].mlp.up_proj.weight.detach().clone()
-        torch.manual_seed(0)  # the adapters' start
-        trained_a_little(method(target, tuning=tuning))
-        tuning.merge(target)
-        changes.append(target.model.model.layers[0].mlp.up_proj.weight.detach() - before)
-    assert float(changes[0].abs().max()) > 0
-    torch.testing.assert_close(changes[1], 0.25 * changes[0], **EXACT)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.25])
-def test_a_share_of_the_change_is_kept(toys: SimpleNamespace, share: float) -> None:
-    target = toys.target(seed=7, tie=True)
-    before = {name: p.detach().clone() for name, p in target.named_parameters()}
-    tuning = FullFineTuning(interpolation=share)
-    trained_a_little(method(target, tuning=tuning))
-    after = {name: p.detach().clone() for name, p in target.named_parameters()}
-    assert all(not torch.equal(before[name], p) for name, p in after.items())
-    tuning.merge(target)
-    for name, p in target.named_parameters():
-        torch.testing.assert_close(p.detach(), before[name] + share * (after[name] - before[name]), **EXACT)
-
-
-def test_full_tuning_trains_all(toys: SimpleNamespace) -> None:
-    assert all(p.requires_grad for p in method(toys.target()).parameters())
-
-
 def test_refusals(toys: SimpleNamespace) -> None:
     target = toys.target()
     for changes, message in (
@@ -367,11 +309,6 @@ def test_refusals(toys: SimpleNamespace) -> None:
     ):
         with pytest.raises(UserError, match=message):
             method(target, **changes)
-    for share in (0.0, 1.5):
-        with pytest.raises(UserError, match="interpolation"):
-            FullFineTuning(interpolation=share)
-        with pytest.raises(UserError, match="interpolation"):
-            LoRA(rank=1, alpha=1, modules="all-linear", interpolation=share)
     plain = Batch(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="recipe=jacobi_forcing"):
         method(target).loss(plain, generators=generators())  # type: ignore[arg-type]

@@ -13,7 +13,8 @@ from dspec.jacobi_forcing.teachers import StopGradientTeacher
 from dspec.method import Batch
 from dspec.methods.ar_base import ARBase
 from dspec.methods.dflash import DFlash
-from dspec.methods.jacobi_forcing import FullFineTuning, JacobiForcing, per_token
+from dspec.methods.jacobi_forcing import JacobiForcing, per_token
+from dspec.tuning import FullFineTuning
 
 SETTINGS = {
     "num_anchors": 4, "loss_decay": 4.0, "ce_weight": 0.4, "tv_weight": 0.6, "chunk_mb": 5e-4, "feature_cache_mb": 0,

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dspec.calibration.sts import Calibration
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling, Streams
 from dspec.errors import UserError
+from dspec.models.calibration import Calibration
 from dspec.models.checkpoint import config_dict, from_pretrained, save_pretrained
 from dspec.models.draft import Draft, DraftConfig
 from dspec.models.language_model import LanguageModel

@@ -52,3 +52,34 @@ def test_groups_hold_rows_of_like_lengths_and_no_more_than_fits(
         torch.testing.assert_close(output.hidden_BLD[b, :n], alone.hidden_BLD[0], rtol=0, atol=1e-12)
     cache.clear()
     assert not cache._cached
+
+
+@pytest.mark.parametrize(
+    ("positions", "shapes"),
+    [
+        (17, [(1, 12), (1, 7), (1, 9)]),  # two rows of up to 9 are 18 positions
+        (18, [(1, 12), (2, 9)]),
+        (36, [(3, 12)]),
+    ],
+)
+def test_a_group_has_at_most_so_many_positions_with_its_padding(
+    positions: int, shapes: list[tuple[int, ...]], toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_cache, "_GROUP", positions)
+    assert _passes(toys, ROWS, max_mb=1) == shapes
+
+
+def test_a_row_that_occurs_twice_is_cached_once(toys: SimpleNamespace) -> None:
+    """It takes the room of one: the row of 9 still fits beside that of 7."""
+    width = 8 * toys.target().hidden_size * 2
+    assert _passes(toys, [*ROWS, ROWS[1]], max_mb=(7 + 9) * width / 2**20) == [(1, 12), (2, 9)]
+
+
+def _passes(toys: SimpleNamespace, expected: list[list[int]], *, max_mb: float) -> list[tuple[int, ...]]:
+    """The shapes in which the model gets all rows for the first time."""
+    target, shapes = toys.target(), list[tuple[int, ...]]()
+    cache = OutputCache(target, taps=(1,), max_mb=max_mb)
+    cache.expect(expected)
+    target.register_forward_hook(lambda _, args, out: shapes.append(tuple(args[0].shape)))
+    cache(IDS, LENGTHS)
+    return shapes

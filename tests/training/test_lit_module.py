@@ -34,11 +34,11 @@ class Weighted(Method):
         super().__init__()
         self.w = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.drawn: list[float] = []
-        self.numbers: list[int] = []
+        self.row_numbers: list[int] = []
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
         x = batch.ids_BL[:, 0]
-        self.numbers += batch.numbers
+        self.row_numbers += batch.row_numbers
         self.drawn += [torch.rand((), generator=g).item() for g in generators]
         count = torch.tensor(float(len(x)), dtype=torch.float64)
         accepted = torch.tensor(ACCEPT, dtype=torch.float64) * 10
@@ -108,6 +108,35 @@ def trained(
     )
     trainer.fit(lit, batches(60, sizes=sizes), ckpt_path=resume, weights_only=False)
     return watch, trainer
+
+
+# ---- the method's hooks
+
+
+class Numbers(L.LightningDataModule):
+    """Its rows exist once it is set up."""
+
+    def setup(self, stage: str) -> None:
+        self.rows = [[1], [2]]
+
+    def train_dataloader(self) -> DataLoader:
+        return batches(4, sizes=2)
+
+
+def test_a_method_begins_with_the_data_once_before_the_first_step(tmp_path: Path) -> None:
+    class Begun(Weighted):
+        def begin(self, data: Any) -> None:
+            begun.append((data.rows, float(self.w)))
+
+    begun: list[tuple[list[list[int]], float]] = []
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=2, default_root_dir=str(tmp_path), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    lit = module(Begun())
+    trainer.fit(lit, datamodule=Numbers())
+    assert begun == [([[1], [2]], 1.0)]
+    assert float(lit.method.w) != 1.0
 
 
 # ---- the loss
@@ -195,14 +224,14 @@ def test_ranks_draw_what_one_rank_draws_for_their_rows() -> None:
 
 
 def test_rows_are_numbered_over_batches_and_ranks() -> None:
-    """Without a gap: what is spread evenly over numbers is so over ranks and the batches of an optimizer step."""
+    """Consecutively, so that a sequence over row numbers covers ranks and accumulated batches evenly."""
     ranks = [on_rank(rank, ranks=2) for rank in range(2)]
     for lit in ranks:
         lit.all_gather = lambda value: torch.stack([value, value])
         for _ in range(4):
             lit.training_step(rows(torch.ones(3, dtype=torch.float64)), 0)
         lit.validation_step(rows(torch.ones(3, dtype=torch.float64)), 5)
-    together = [ranks[row % 2].method.numbers[3 * batch + row // 2] for batch in range(5) for row in range(6)]
+    together = [ranks[row % 2].method.row_numbers[3 * batch + row // 2] for batch in range(5) for row in range(6)]
     assert together == [*range(24), *range(30, 36)]
 
 
@@ -212,7 +241,7 @@ def test_a_rank_with_fewer_rows_numbers_as_the_others_do() -> None:
         lit = on_rank(rank, ranks=2)
         lit.all_gather = lambda value: torch.stack([torch.tensor(3.0), torch.tensor(2.0)])
         lit.validation_step(rows(torch.ones(len(own), dtype=torch.float64)), 1)
-        assert lit.method.numbers == own
+        assert lit.method.row_numbers == own
 
 
 def test_validation_draws_the_same_numbers_each_time() -> None:

@@ -25,7 +25,7 @@ def test_masters_while_training_the_loaded_type_before_and_after(toys: SimpleNam
     assert {p.dtype for p in draft.trainable().values()} == {torch.float32}
     assert types(target) == {torch.bfloat16}  # frozen
     draft.train()
-    models.as_shipped(torch.device("cpu"))
+    models.as_shipped(SimpleNamespace(export_dtype=None), torch.device("cpu"))  # type: ignore[arg-type]
     assert types(method) == {torch.bfloat16}
     assert not draft.training
     assert draft.rotary_emb.inv_freq.dtype == torch.float32

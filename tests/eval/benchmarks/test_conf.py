@@ -43,6 +43,15 @@ def test_shipped_benchmark_builds(
         assert all(isinstance(stop, str) and stop for stop in benchmark.stop)
 
 
+def test_both_embedded_benchmarks_run_functions_under_the_same_limits() -> None:
+    """They are written twice: an include would be one more file that each recipe is composed from."""
+    judges = [
+        composed("eval", [f"benchmark={name}"]).benchmark[functions].judge
+        for name, functions in (("tiny", "functions"), ("tiny_infilling", "filled_functions"))
+    ]
+    assert judges[0] == judges[1]
+
+
 @pytest.mark.parametrize(
     ("base", "overrides", "count"),
     [

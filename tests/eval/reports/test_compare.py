@@ -65,12 +65,19 @@ def test_metrics_are_pooled_over_rounds(tmp_path: Path) -> None:
 def test_a_file_of_schema_1_is_read_in_todays_form(tmp_path: Path) -> None:
     """It had no counts of rounds and of the tokens that prefills emitted: one per prompt, whatever the decoder."""
     folder = made(tmp_path / "a", "a", 0, [(2.5, 30)])
-    assert "schema" not in json.loads((folder / "results.json").read_text())
+    old = json.loads((folder / "results.json").read_text())
+    assert "schema" not in old
+    assert "baseline" not in old["rows"][0]
     found = load(folder)
     assert found["schema"] == SCHEMA
     speculative, ar = found["rows"]
     assert (speculative["prefill_tokens"], speculative["rounds"]) == (2, 30)
     assert (ar["prefill_tokens"], ar["rounds"]) == (2, 0)
+    assert speculative["baseline"] == ar["baseline"] == "autoregressive"
+    for row in old["rows"]:
+        row["serial"] = "base_autoregressive"  # as later files of schema 1 had it
+    (folder / "results.json").write_text(json.dumps(old))
+    assert {row["baseline"] for row in load(folder)["rows"]} == {"base_autoregressive"}
     assert pool([speculative])["tau"] == 2.5
     assert pool([ar]) == {**pool([ar]), "tau": None, "tpf": 1.0}
     newer = json.loads((folder / "results.json").read_text()) | {"schema": SCHEMA + 1}
@@ -79,12 +86,30 @@ def test_a_file_of_schema_1_is_read_in_todays_form(tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_file_of_schema_2_is_read_in_todays_form(tmp_path: Path) -> None:
+    """It said `serial` for `baseline`; its counts are today's."""
+    folder = made(tmp_path / "a", "a", 0, [(2.5, 30)])
+    old = json.loads((folder / "results.json").read_text()) | {"schema": 2}
+    for row in old["rows"]:
+        row |= {"serial": "any_subset", "prefill_tokens": 0, "rounds": 7}
+    (folder / "results.json").write_text(json.dumps(old))
+    found = load(folder)
+    assert found["schema"] == SCHEMA
+    assert [(row["baseline"], row["prefill_tokens"], row["rounds"]) for row in found["rows"]] == [
+        ("any_subset", 0, 7)
+    ] * 2
+    assert all("serial" not in row for row in found["rows"])
+    assert "x any_subset 1.25*" in (text := compare([folder]))  # no table calls that AR
+    assert "* any_subset fell behind transformers' generate, or was not timed" in text
+
+
 def test_decoders_whose_passes_are_not_rounds_are_pooled_by_their_own_counts(tmp_path: Path) -> None:
     """A denoising decoder: several passes per round, and a prefill that emits nothing."""
     folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 10)])
     results = json.loads((folder / "results.json").read_text()) | {"schema": SCHEMA}
     for row in results["rows"]:
         row |= {"tokens": 90, "prefill_tokens": 0, "nfe": 32, "nfe_prefill": 2, "rounds": 15 if row["tau"] else 0}
+        row["baseline"] = "autoregressive"
     (folder / "results.json").write_text(json.dumps(results))
     metrics = outcomes([(folder, load(folder))])["a", 0.0][0].metrics
     assert metrics == {"tau": 180 / 30, "tpf": 180 / 60, "speedup": 1.5}
@@ -197,6 +222,48 @@ def test_runs_that_differ_in_a_setting_alone(tmp_path: Path) -> None:
     assert "  dspark draft.block_size=4 − dspark draft.block_size=7 (seed 0)" in text
     assert "tau +0.00" in text
     assert text.count("  AR (seed 0)") == 1
+
+
+def named(folder: Path, *configs: dict[str, Any], method: str = "a") -> list[str]:
+    """What distinguishes runs of one method and seed with these configs, in the order of the table."""
+    folder.mkdir()
+    runs = [made(folder / f"run{i}", method, 0, [(2.0, 10)], config=config) for i, config in enumerate(configs)]
+    lines = [line for line in compare(runs).splitlines() if line.startswith(f"  {method} ") and "−" not in line]
+    return [line.removeprefix(f"  {method} ").removesuffix(" (seed 0)") for line in lines]
+
+
+def test_settings_that_always_differ_together_go_by_the_shortest_name(tmp_path: Path) -> None:
+    """Whatever the alphabet says of the names."""
+    assert named(
+        tmp_path / "a", {"a_much_longer": {"width": 1}, "z": {"n": 1}}, {"a_much_longer": {"width": 2}, "z": {"n": 2}}
+    ) == ["z.n=1", "z.n=2"]
+    assert named(tmp_path / "b", {"b": 1, "a": 1}, {"b": 2, "a": 2}) == ["a=1", "a=2"]  # as long: by the alphabet
+
+
+def test_runs_that_differ_in_many_settings_go_by_their_folders(tmp_path: Path) -> None:
+    four = [{f"k{i}": i + step * (i + 1) for i in range(4)} for step in (0, 1)]
+    assert named(tmp_path / "four", *four) == ["k0=0 k1=1 k2=2 k3=3", "k0=1 k1=3 k2=5 k3=7"]
+    five = [config | {"k4": i} for i, config in zip((9, 99), four, strict=True)]
+    assert named(tmp_path / "five", *five) == ["run=run0", "run=run1"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "logger.name", "callbacks.progress", "resume", "report._target_", "hydra.job", "label", "benchmark.b0.limit",
+        "data.cache_dir", "trainer.log_every_n_steps", "evaluation.warmup", "evaluation.generate_prompts",
+        "evaluation.generate_floor", "data.seed",
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_other_method_name_no_run(tmp_path: Path, path: str) -> None:
+    """Runs that differ in one of these alone are the same run twice, which is refused."""
+
+    def config(value: int) -> dict[str, Any]:
+        part, _, key = path.partition(".")
+        return {part: {key: value} if key else value}
+
+    with pytest.raises(UserError, match="two runs of 'a' have seed 0"):
+        named(tmp_path / "same", config(1), config(2))
 
 
 def test_folders_that_hold_no_finished_run(tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import pytest
 from eval.reports.report import Report, drawn_acceptance
 from eval.reports.table import as_csv, gate_note, legend, line, markdown, table
 
+PLAIN = {"name": "autoregressive", "temperature": 0.0}
+
 
 def made(method: str, **change: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "method": method, "target": "t", "decoder": {"name": method, "temperature": 0.0}, "serial": "AR",
-        "lossless": True, "benchmark": "problems", "n": 30, "quality": 0.9, "quality_name": "exact match",
+        "method": method, "target": "t", "decoder": {"name": method, "temperature": 0.0},
+        "baseline": "autoregressive", "reference": "autoregressive", "lossless": True,
+        "benchmark": "problems", "n": 30, "quality": 0.9, "quality_name": "exact match",
         "tau": 3.434, "tpf": 3.434, "tpf_with_prefill": 3.3, "nfe": 123456, "tokens": 4000,
         "tokens_per_second": 12345.6, "speedup": 1.74, "speedup_vs_base_ar": 1.74, "mismatches": 0,
         "interval_95": {"quality": [0.786, 0.957], "tau": [3.0, 4.0], "tpf": None, "speedup": [1.5, 2.0]},
@@ -25,7 +28,7 @@ def made(method: str, **change: Any) -> dict[str, Any]:
 
 def test_it_fits_80_columns_whatever_the_names() -> None:
     rows = [
-        made("AR", speedup=1.0),
+        made("AR", speedup=1.0, decoder=PLAIN),
         made("a very long label of a drafter, K=2 + recycling, refined twice, and then some more"),
         made("base, K=2 + recycling", speedup=12.34, speedup_vs_base_ar=23.45, mismatches=1000),
         made("other", benchmark="a_benchmark_with_a_long_name", decoder={"name": "o", "temperature": 1.0}),
@@ -37,12 +40,12 @@ def test_it_fits_80_columns_whatever_the_names() -> None:
     check = {"trusted": False, "ar_over_generate": 0.84, "interval_95": [0.75, 0.88], "batches": 24, "batch_size": 16,
              "floor": 0.9}  # fmt: skip
     for trusted in (True, False, None):
-        assert max(map(len, gate_note(check | {"trusted": trusted, "floor": 0.8}).splitlines())) <= 80
-        assert max(map(len, gate_note(check | {"trusted": trusted}).splitlines())) <= 80
+        assert max(map(len, gate_note(check | {"trusted": trusted, "floor": 0.8}, rows).splitlines())) <= 80
+        assert max(map(len, gate_note(check | {"trusted": trusted}, rows).splitlines())) <= 80
 
 
 def test_marks() -> None:
-    rows = [made("AR", speedup=1.0), made("ours"), made("lossy", lossless=False)]
+    rows = [made("AR", speedup=1.0, decoder=PLAIN), made("ours"), made("lossy", lossless=False)]
     lines = {part.split()[0]: part for part in table(rows, trusted=False).splitlines()}
     assert "90.0 (79-96) " in lines["AR"]  # a row is no copy of itself
     assert "90.0 (79-96)= " in lines["ours"]
@@ -59,11 +62,12 @@ def test_marks() -> None:
 def test_a_gate_that_came_to_no_end_is_undecided() -> None:
     check = {"trusted": True, "ar_over_generate": 0.92, "interval_95": [0.85, 0.97], "batches": 1, "batch_size": 2,
              "floor": 0.9}  # fmt: skip
-    assert "undecided: 0.9 lies between" in gate_note(check)
-    assert "1 batch of 2" in gate_note(check)
+    rows = [made("ours")]
+    assert "undecided: 0.9 lies between" in gate_note(check, rows)
+    assert "1 batch of 2" in gate_note(check, rows)
     for clear in ({"interval_95": [0.91, 0.97]}, {"interval_95": None}):
-        assert "undecided" not in gate_note(check | clear)
-    assert "undecided" in gate_note(check | {"trusted": False, "ar_over_generate": 0.89})
+        assert "undecided" not in gate_note(check | clear, rows)
+    assert "undecided" in gate_note(check | {"trusted": False, "ar_over_generate": 0.89}, rows)
 
 
 def test_answers_without_a_verdict_are_counted() -> None:
@@ -79,8 +83,57 @@ def test_a_row_that_is_done_shows_whether_its_speedup_is_trusted() -> None:
     assert line(made("ours"), trusted=True).endswith("x AR 1.74")
 
 
+FILLED: dict[str, Any] = {"baseline": "any_subset", "reference": "any_subset", "benchmark": "filled_problems"}
+UNTIMED = {"trusted": None, "ar_over_generate": None, "interval_95": None, "batches": 0, "batch_size": 1, "floor": 0.9}
+
+
+def test_a_table_of_infilling_names_the_baseline_that_was_used() -> None:
+    """AR fills no holes: nothing in the table, its legend and its note may say that speeds are over AR."""
+    rows = [
+        made("any-subset", speedup=1.0, speedup_vs_base_ar=1.0, decoder={"name": "any_subset", "temperature": 0.0}),
+        made("ASSD"),
+    ]
+    rows = [row | FILLED for row in rows]
+    text = "\n".join([table(rows, trusted=False), legend(rows), gate_note(UNTIMED, rows), line(rows[1], trusted=False)])
+    assert "AR" not in text
+    assert "x any_subset: tokens per second over any_subset of the same weights" in " ".join(text.split())
+    assert "differ from any_subset's" in text
+    assert "* any_subset cannot be timed against transformers' generate" in text
+    assert text.endswith("x any_subset 1.74*")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "x any_subset" in markdown(rows, trusted=False)
+
+
+def test_a_table_with_both_baselines_names_both() -> None:
+    """AR's check says nothing of any_subset: speedups over that stay marked."""
+    rows = [made("AR", speedup=1.0, speedup_vs_base_ar=1.0, decoder=PLAIN), made("ASSD") | FILLED]
+    rows.append(made("ASSD") | FILLED | {"benchmark": "problems", "reference": "autoregressive", "speedup": 1.5})
+    check = UNTIMED | {"trusted": True, "ar_over_generate": 1.0}
+    text = table(rows, trusted=True)
+    assert "x baseline x reference" in text
+    assert (text.count("1.00*"), text.count("1.74*"), text.count("1.50*"), text.count("1.74\n")) == (0, 2, 1, 0)
+    assert [part.split()[-2] for part in text.splitlines() if "ASSD" in part] == ["1.74*", "1.74"]
+    both = f"{legend(rows)}\n{gate_note(check, rows)}"
+    unwrapped = " ".join(both.split())
+    for words in (
+        "baseline: any_subset for decoders that can fill holes, AR for the others.",
+        "x baseline: tokens per second over the baseline of the same weights",
+        "x reference: the same over AR or any_subset.",
+        "AR runs at 1.00x the speed",
+        "* any_subset cannot be timed",
+    ):
+        assert words in unwrapped
+    assert max(map(len, both.splitlines())) <= 80
+    flags = [r["speedup_trusted"] for r in csv.DictReader(io.StringIO(as_csv(rows, trusted=True)))]
+    assert flags == ["True", "", ""]
+    of_base = [row | {"reference": "base_autoregressive"} for row in (rows[0], made("ours", speedup_vs_base_ar=2.0))]
+    assert "x base" in table(of_base, trusted=True)
+    assert "x base: the same over AR of the base that was trained." in legend(of_base)
+
+
 def test_markdown_and_csv_hold_every_row() -> None:
     rows = [made("AR", speedup=1.0), made("ours, a|b", speedup_vs_base_ar=2.0)]
+    rows = [row | {"reference": "base_autoregressive"} for row in rows]
     lines = markdown(rows, trusted=True).splitlines()
     assert len(lines) == 4
     assert {line.replace(r"\|", "").count("|") for line in lines} == {13}

@@ -76,11 +76,11 @@ def test_points(toys: SimpleNamespace) -> None:
     target = toys.target(seed=2, vocab=9)
     options = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
     plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
-    (serial,) = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
+    (baseline,) = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
     (own,) = toys.jacobi(target=target, sampling=toys.GREEDY, config=plan).decode([[1, 2]], **options)
     points = [
-        point(target, p, [(g, s)], [(serial, 2.0)], [True, False], context=8, roofline=ROOF)
-        for p, g, s in ((None, serial, 2.0), (plan, own, 1.0))
+        point(target, p, [(g, s)], [(baseline, 2.0)], [True, False], context=8, roofline=ROOF)
+        for p, g, s in ((None, baseline, 2.0), (plan, own, 1.0))
     ]
     assert points[0]["tpf"] == points[0]["positions_per_pass"] == points[0]["rows_per_pass"] == 1
     assert (points[0]["tokens_per_second"], points[1]["tokens_per_second"]) == (6, 12)
@@ -132,14 +132,14 @@ def test_verdict_near_the_ridge_point() -> None:
         plan = {"block_size": 4, "blocks": 1, "activation": 1.0, "candidates": candidates}
         return {"plan": plan, "tokens_per_second": speed, "tpf": 2.0, "intensity": intensity}
 
-    serial = made(0, 10, 0.5) | {"plan": None}
-    points = [serial, made(1, 30, 2.4), made(2, 15, 9.9), made(3, 20, 2.6), made(4, 25, 10.1)]
+    baseline = made(0, 10, 0.5) | {"plan": None}
+    points = [baseline, made(1, 30, 2.4), made(2, 15, 9.9), made(3, 20, 2.6), made(4, 25, 10.1)]
     first, _, second, numbers = verdict(points, ROOF).splitlines()
     assert first.startswith("fastest: n=4 K=1 c=1")
     assert second.startswith("fastest near the ridge point: n=4 K=1 c=3")
     assert "2.00* x AR" in numbers
     assert "0.52 of the ridge point" in numbers
-    _, _, second, _ = verdict([serial, points[1], points[4]], ROOF).splitlines()
+    _, _, second, _ = verdict([baseline, points[1], points[4]], ROOF).splitlines()
     assert second.startswith("none is near the ridge point; the nearest: n=4 K=1 c=4")
 
 

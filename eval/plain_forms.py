@@ -1,6 +1,6 @@
 """What `python -m eval.benchmarks_speed` measures: pairs of forms with the same result, the plain one and dspec's.
 
-The plain forms are short references that exist only here; dspec's are called as they are. Models are random: the
+The plain forms are short references that exist only here; dspec's are called unchanged. Models are random: the
 measurements do not depend on weights.
 
 Legend: B = rows, L = positions, N = anchors, K = slots of a block, P = supervised slots, D = width, V = vocabulary.

@@ -1,9 +1,9 @@
-"""Theorem 2: ASSD has exactly the law of sequential any-subset decoding, for every prompt of a short text.
+"""Theorem 2: the output distribution of ASSD is exactly that of sequential decoding, for every prompt of a short text.
 
-The decoder itself is run, once for each course that its choices can take: a stream of uniforms gives numbered cells,
-and where a token is drawn or a draft tested with a cell, a script says what happens and the probability is noted.
-(That `draw` and `verify_sampled` do with uniforms what is assumed here is test_output_law.py's.) The reference is the
-product of conditionals, each from an uncached pass of its own.
+It is enumerated: the decoder runs once for each sequence of random outcomes. In place of uniforms it gets numbers that
+only identify them; where it would draw a token or verify a draft with one, a script of outcomes decides, and the run's
+probability is multiplied by the outcome's. (test_output_law.py tests that `draw` and `verify_sampled` turn real
+uniforms into these probabilities.) The reference is the product of conditionals, each from a separate uncached pass.
 """
 
 import itertools
@@ -23,19 +23,19 @@ from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.state import State
 
-Law = dict[tuple[int, ...], float]
-ask = any_subset.ask
+Distribution = dict[tuple[int, ...], float]
+query_logits = any_subset.query_logits
 WARM, WARPED = Sampling(temperature=0.7, top_p=1.0), Sampling(temperature=1.3, top_p=0.8)
 
 
-class Courses:
-    """What happens in each row of a batch: the script's choices, then the first one each time."""
+class ScriptedOutcomes:
+    """The random outcomes of each row of a batch: those of its script, then the first possible one each time."""
 
     def __init__(self, scripts: Sequence[Sequence[int]]) -> None:
         self.scripts, self.used = scripts, set[float]()
         self.taken: list[list[tuple[int, int]]] = [[] for _ in scripts]  # (choice, of how many)
         self.weight = [1.0] * len(scripts)
-        self.asked: list[int] = []  # in this pass, by row
+        self.query_counts: list[int] = []  # in this pass, by row
 
     def choose(self, cell: float, probs: Sequence[float]) -> int:
         assert cell not in self.used  # no uniform decides twice
@@ -49,40 +49,40 @@ class Courses:
         return possible[which]
 
     def siblings(self) -> Iterator[tuple[int, list[int]]]:
-        """(row, script) of each course that leaves a row's own behind its script."""
+        """(row, script) of each sequence of outcomes that first differs from a row's after the row's script."""
         for row, (script, taken) in enumerate(zip(self.scripts, self.taken, strict=True)):
             for i in range(len(script), len(taken)):
                 yield from ((row, [c for c, _ in taken[:i]] + [other]) for other in range(1, taken[i][1]))
 
-    def ask(self, model: Any, rows: Any, **cache: Any) -> Tensor:
-        self.asked = [len(row.asked) for row in rows]
-        return ask(model, rows, **cache)
+    def query_logits(self, model: Any, rows: Any, **cache: Any) -> Tensor:
+        self.query_counts = [len(row.queried) for row in rows]
+        return query_logits(model, rows, **cache)
 
     def draw(self, weights: Tensor, cells: Tensor) -> Tensor:
         rows = zip(weights.reshape(-1, weights.shape[-1]).tolist(), cells.flatten().tolist(), strict=True)
-        return torch.tensor([self.choose(cell, law) for law, cell in rows]).view(cells.shape)
+        return torch.tensor([self.choose(cell, probs) for probs, cell in rows]).view(cells.shape)
 
     def verify(
         self, draft: Tensor, count: Tensor, q: Tensor | None, p: Tensor, cells: Tensor, last: Tensor
     ) -> tuple[Tensor, Tensor]:
-        accepted, following = [], []
+        accepted, next_tokens = [], []
         for b, tokens in enumerate(draft.tolist()):
-            a, law = 0, p[b, 0]
+            a, probs = 0, p[b, 0]
             while a < count[b]:
                 x = tokens[a]
                 accept = min(1.0, float(p[b, a, x] / q[b, a, x]))  # type: ignore[index]
                 if self.choose(float(cells[b, a]), [accept, 1 - accept]):
-                    law = (p[b, a] - q[b, a]).clamp(min=0)  # type: ignore[index]
+                    probs = (p[b, a] - q[b, a]).clamp(min=0)  # type: ignore[index]
                     break
-                a, law = a + 1, p[b, a + 1]
+                a, probs = a + 1, p[b, a + 1]
             accepted.append(a)
-            # behind all that was asked for there is garbage, and nothing is committed
-            following.append(self.choose(float(last[b]), law.tolist()) if a < self.asked[b] else 0)
-        return torch.tensor(accepted), torch.tensor(following)
+            # after a row's last query the logits are undefined, and no token is committed
+            next_tokens.append(self.choose(float(last[b]), probs.tolist()) if a < self.query_counts[b] else 0)
+        return torch.tensor(accepted), torch.tensor(next_tokens)
 
 
 class Cells:
-    """A stream of uniforms: the cells of row r are r * 10^6 and on."""
+    """In place of Streams: numbers that identify a row's uniforms, r * 10^6 and following for row r."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.rows, self.count = list(seeds), 0
@@ -95,44 +95,44 @@ class Cells:
         self.rows = [self.rows[i] for i in rows]
 
 
-def laws(decoder: Any, asked: Sequence[Request], patch: pytest.MonkeyPatch) -> list[Law]:
-    """The law of the answers to each request."""
+def output_distributions(decoder: Any, requests: Sequence[Request], patch: pytest.MonkeyPatch) -> list[Distribution]:
+    """The distribution of the answers to each request."""
     at_once = State.drop_finished
-    patch.setattr(State, "drop_finished", lambda self, **_: at_once(self, at_once=True))  # what is done chooses nothing
+    patch.setattr(State, "drop_finished", lambda self, **_: at_once(self, at_once=True))  # finished rows draw nothing
     patch.setattr(any_subset, "Streams", Cells)
-    out: list[Law] = [{} for _ in asked]
-    todo: list[tuple[int, list[int]]] = [(i, []) for i in range(len(asked))]
+    out: list[Distribution] = [{} for _ in requests]
+    todo: list[tuple[int, list[int]]] = [(i, []) for i in range(len(requests))]
     while todo:
-        courses = Courses([script for _, script in todo])
-        patch.setattr(any_subset, "ask", courses.ask)
-        patch.setattr(any_subset, "draw", courses.draw)
-        patch.setattr(ngram, "draw", courses.draw)
-        patch.setattr(any_subset, "verify_sampled", courses.verify)
-        rows = [Request(**vars(asked[i]) | {"seed": row}) for row, (i, _) in enumerate(todo)]
-        for (i, _), made, weight in zip(todo, decode(decoder, rows), courses.weight, strict=True):
+        outcomes = ScriptedOutcomes([script for _, script in todo])
+        patch.setattr(any_subset, "query_logits", outcomes.query_logits)
+        patch.setattr(any_subset, "draw", outcomes.draw)
+        patch.setattr(ngram, "draw", outcomes.draw)
+        patch.setattr(any_subset, "verify_sampled", outcomes.verify)
+        rows = [Request(**vars(requests[i]) | {"seed": row}) for row, (i, _) in enumerate(todo)]
+        for (i, _), made, weight in zip(todo, decode(decoder, rows), outcomes.weight, strict=True):
             text = tuple(made.tokens)
-            assert made.nfe <= len(text)  # Theorem 1, in every course
+            assert made.nfe <= len(text)  # Theorem 1, for every sequence of outcomes
             out[i][text] = out[i].get(text, 0.0) + weight
-        todo = [(todo[row][0], script) for row, script in courses.siblings()]
+        todo = [(todo[row][0], script) for row, script in outcomes.siblings()]
     return out
 
 
-def sequential_law(toys: SimpleNamespace, target: Any, request: Request) -> Law:
+def sequential_distribution(toys: SimpleNamespace, target: Any, request: Request) -> Distribution:
     """The product of conditionals."""
-    law: Law = {(): 1.0}
+    distribution: Distribution = {(): 1.0}
     for place in range(len(request.ids), len(request.positions)):
-        longer: Law = {}
-        for text, weight in law.items():
+        longer: Distribution = {}
+        for text, weight in distribution.items():
             known = {"prompt": len(request.ids), "place": place}
             logits = toys.conditional(target, [*request.ids, *text], request.positions, **known)
             probs = request.sampling.probs(logits)
             longer |= {(*text, x): weight * p for x, p in enumerate(probs.tolist()) if p > 0}
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
 def every_prompt(length: int, vocab: int, sampling: Sampling) -> list[Request]:
-    """All 2^N - 2 ways to show a part of a text, with random tokens."""
+    """All 2^N - 2 ways to show some, not all, tokens of a text; the tokens are random."""
     rng, made = random.Random(length), []
     for shown in (s for m in range(1, length) for s in itertools.combinations(range(length), m)):
         holes = [p for p in range(length) if p not in shown]
@@ -146,12 +146,13 @@ def every_prompt(length: int, vocab: int, sampling: Sampling) -> list[Request]:
     return made
 
 
-def gap(got: Law, expected: Law) -> float:
+def gap(got: Distribution, expected: Distribution) -> float:
     return max(abs(got.get(text, 0.0) - expected.get(text, 0.0)) for text in {*got, *expected})
 
 
-def chi_square(counts: Law, expected: Law) -> float:
-    """Deviations of the statistic above its mean; cells below 5 expected are pooled, impossible texts fatal."""
+def chi_square(counts: Distribution, expected: Distribution) -> float:
+    """How many standard deviations the chi-square statistic is above its mean. Texts expected fewer than 5 times are
+    pooled; infinite if a text occurs that cannot."""
     if any(text not in expected for text in counts):
         return math.inf
     samples = sum(counts.values())
@@ -178,24 +179,24 @@ def test_theorem_2(
     bonus: bool,
 ) -> None:
     target = toys.target(seed=length, vocab=vocab, layers=2, hidden=8, scale=0.6)
-    asked = every_prompt(length, vocab, sampling)
+    requests = every_prompt(length, vocab, sampling)
     decoder = toys.any_subset(target=target, num_drafts=k, draft=draft, bonus=bonus)
-    for request, law in zip(asked, laws(decoder, asked, monkeypatch), strict=True):
-        assert math.isclose(sum(law.values()), 1, abs_tol=1e-12)
-        assert gap(law, sequential_law(toys, target, request)) < 1e-12
+    for request, got in zip(requests, output_distributions(decoder, requests, monkeypatch), strict=True):
+        assert math.isclose(sum(got.values()), 1, abs_tol=1e-12)
+        assert gap(got, sequential_distribution(toys, target, request)) < 1e-12
 
 
 @pytest.mark.slow
-def test_the_law_without_scripts(toys: SimpleNamespace) -> None:
-    """By the uniforms themselves, as users have it: chi-square does not see a difference, and does with a tolerance."""
+def test_theorem_2_by_sampling(toys: SimpleNamespace) -> None:
+    """With real uniforms a chi-square test finds no difference without a tolerance, and finds one with it."""
     target = toys.target(seed=4, vocab=4, layers=2, hidden=8, scale=0.6)
     request = Request(ids=[1, 0], positions=[1, 3, 0, 2, 4], sampling=WARPED, max_new_tokens=3, stop_ids=(), seed=0)
-    expected = sequential_law(toys, target, request)
+    expected = sequential_distribution(toys, target, request)
 
     def distance(**settings: Any) -> float:
-        asked = [Request(**vars(request) | {"seed": seed}) for seed in range(2500)]
-        counts: Law = {}
-        for made in decode(toys.any_subset(target=target, num_drafts=3, **settings), asked):
+        requests = [Request(**vars(request) | {"seed": seed}) for seed in range(2500)]
+        counts: Distribution = {}
+        for made in decode(toys.any_subset(target=target, num_drafts=3, **settings), requests):
             counts[tuple(made.tokens)] = counts.get(tuple(made.tokens), 0.0) + 1
         return chi_square(counts, expected)
 
