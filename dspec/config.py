@@ -194,7 +194,11 @@ def _check_whole(path: str, name: str, value: Any) -> None:
     if name == "seed" and isinstance(value, int) and value >= 2**32:
         raise UserError(f"{path}={value} must be below 2**32")
     whole = isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
-    if not whole and not (value is None and name in ("seed", "limit")):  # null: no sampling; no limit
+    # null: no sampling; no limit; of a diffusion LM's decoder: one block over the whole answer
+    optional = name in ("seed", "limit") or (
+        path.startswith("decoder.") and name == "block_size" and "jacobi" not in path
+    )
+    if not whole and not (value is None and optional):
         least_of = "" if least is None else f" of at least {least}"
         raise UserError(f"{path}={value} must be an integer{least_of}{' (null: all)' if name == 'limit' else ''}")
 
@@ -263,8 +267,9 @@ def _check_method(method: Any) -> None:
 def _check_decoders(config: Any, *, base: str) -> None:
     """Raises UserError for decoders without their drafter, their baseline, or the decoder whose settings they copy."""
     decoders = config.get("decoder") or {}
-    infilling = all(str(node.get("_target_")).endswith((".any_subset", ".assd")) for node in decoders.values())
-    if base == "train" and not infilling and "autoregressive" not in decoders:
+    other = (".any_subset", ".assd", ".diffusion", ".confidence_threshold", ".d2f", ".lopa")  # baselines of their own
+    unlike_ar = all(str(node.get("_target_")).endswith(other) for node in decoders.values())
+    if base == "train" and not unlike_ar and "autoregressive" not in decoders:
         names = ",".join(decoders)
         raise UserError(f"speeds are measured against plain AR: use decoder=[autoregressive,{names}]")
     drafting = [n for n, node in decoders.items() if str(node.get("_target_")).endswith(".speculative")]

@@ -18,7 +18,7 @@ from eval.benchmarks.base import Benchmark
 from eval.decoders import DecoderSpec
 from eval.evaluate import Evaluation
 from eval.load import LoadedModel, load_model
-from eval.results import AR
+from eval.results import AR, DIFFUSION
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class EvaluationResult:
 
 
 def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir: Path) -> EvaluationResult:
-    """Runs the decoders of `cfg`, and plain AR, on `benchmarks`. samples.jsonl and results.json grow in `run_dir`."""
+    """Runs the decoders of `cfg` on `benchmarks`, and plain AR unless all of them are those of diffusion LMs.
+    samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     evaluation = instantiate(cfg.evaluation)
@@ -43,7 +44,12 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
-    if AR not in specs and any(item.response is None for b in benchmarks.values() for item in b.items()[:1]):
+    autoregressive = all(spec.baseline.removeprefix("base_") != DIFFUSION for spec in specs.values())
+    if (
+        autoregressive
+        and AR not in specs
+        and any(item.response is None for b in benchmarks.values() for item in b.items()[:1])
+    ):
         specs = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **specs}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")

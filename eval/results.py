@@ -21,6 +21,8 @@ from dspec.old_names import renamed
 SCHEMA = 3
 AR = "autoregressive"
 AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, if a method trains the target's own weights
+DIFFUSION = "diffusion"  # a diffusion LM's most confident token per pass: the baseline of its other decoders
+DIFFUSION_OF_BASE = "base_diffusion"  # the same of the base: of D2F's teacher
 ANY_SUBSET = "any_subset"  # one token per pass at given positions: the baseline of infilling, where AR cannot be used
 UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up with transformers' generate
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
@@ -44,8 +46,9 @@ def assemble(
 
 def reference(decoders: Container[str]) -> str:
     """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
-    if it is there, else AR, else (infilling) any_subset."""
-    return next(name for name in (AR_OF_BASE, AR, ANY_SUBSET) if name in decoders)
+    if it is there, else AR, else diffusion of the base, else diffusion, else (infilling) any_subset."""
+    ranked = (AR_OF_BASE, AR, DIFFUSION_OF_BASE, DIFFUSION, ANY_SUBSET)
+    return next(name for name in ranked if name in decoders)
 
 
 def baseline_label(baselines: Iterable[str]) -> str:
@@ -57,14 +60,19 @@ def baseline_label(baselines: Iterable[str]) -> str:
 def pool(parts: Iterable[Mapping[str, Any]]) -> ResultRow:
     """Sums of COUNTS over prompts, or over rows of results.json, and ratios of these sums: tau = tokens per round,
     tpf = tokens per forward pass that is not prefill, both without the tokens that prefills emitted, and
-    tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None."""
+    tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None.
+
+    tpf_paper is what papers on diffusion LMs report: all filled slots, also behind the answer's end, per pass.
+    Rows from before there were such decoders have no `slots_filled`: it is their number of tokens."""
     parts = list(parts)
     total: ResultRow = {name: sum(part[name] for part in parts) for name in COUNTS}
+    total["slots_filled"] = sum(part.get("slots_filled", part["tokens"]) for part in parts)
     decoded = total["tokens"] - total["prefill_tokens"]
     ratios = {
         "tau": _ratio(decoded, total["rounds"]),
         "tpf": _ratio(decoded, total["nfe"] - total["nfe_prefill"]),
         "tpf_with_prefill": _ratio(total["tokens"], total["nfe"]),
+        "tpf_paper": _ratio(total["slots_filled"], total["nfe"]),
     }
     return total | ratios
 

@@ -116,6 +116,11 @@ class Generation:
         return self.prefill_forwards + self.forwards
 
     @property
+    def slots_filled(self) -> int:
+        """Tokens that passes filled in, those behind the answer's end included: what papers on diffusion LMs count."""
+        return sum(p.filled + p.beyond for p in self.passes) or len(self.tokens)
+
+    @property
     def branch_forwards(self) -> int:
         """Branches over all passes after the prefill: a pass with k + 1 branches counts k + 1 here, 1 in `forwards`."""
         return sum(p.branches for p in self._steps)
