@@ -161,6 +161,7 @@ def lopa(
     confidence: str,
     segment: int,
     ranking: str,
+    rank_timeout: float | None,
 ) -> DecoderSpec:
     """D2F, or plain diffusion, with lookahead branches."""
     settings: dict[str, Any] = {
@@ -174,6 +175,7 @@ def lopa(
         "confidence": confidence,
         "segment": segment,
         "ranking": ranking,
+        "rank_timeout": rank_timeout,
     }
     return _spec(label, weights, base, partial(factory.lopa, **settings), baseline=DIFFUSION)
 

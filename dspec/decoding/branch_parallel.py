@@ -12,9 +12,9 @@ block-causal attention and without a cache nothing else is sent. A lone anchor (
 Source: LoPA, section 4.
 """
 
+import atexit
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -27,16 +27,17 @@ from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 
 _HEAD = struct.Struct("<dii")  # score, branch (-1: none computed here), number of guesses
+_LONGEST = 86400
 _GUESS = struct.Struct("<iff")  # token, probability, rank: both are float32 already
 
 
 class Ranks:
     """A rank's share of the branches, and what it exchanges with the others."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Needs an initialised process group, whose timeout bounds the wait for a rank that has died. `device` is where
-        its backend wants tensors."""
-        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), device
+    def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
+        """Over a process group of all ranks (None: the default one), whose timeout bounds the wait for a rank that has
+        died. `device` is where its backend wants tensors."""
+        self.rank, self.size, self.device, self.group = dist.get_rank(), dist.get_world_size(), device, group
 
     def mine(self, branches: int) -> Sequence[int]:
         return range(self.rank, branches, self.size) if branches > 1 else range(branches)
@@ -44,7 +45,7 @@ class Ranks:
     def best(self, packets: Sequence[Packet | None], slots: int) -> list[Packet]:
         own = torch.frombuffer(bytearray(b"".join(_packed(packet, slots) for packet in packets)), dtype=torch.uint8)
         gathered = torch.empty(self.size * len(own), dtype=torch.uint8, device=self.device)
-        self._exchange(lambda: dist.all_gather_into_tensor(gathered, own.to(self.device)))
+        self._exchange(lambda: dist.all_gather_into_tensor(gathered, own.to(self.device), group=self.group))
         of_ranks = gathered.cpu().numpy().tobytes()
         size = _HEAD.size + slots * _GUESS.size
         every = [_unpacked(of_ranks, at) for at in range(0, len(of_ranks), size)]
@@ -67,7 +68,7 @@ class Ranks:
             anchor, last = flights[row].anchor, flights[row].last
             parts += [cache.read(row, anchor.cached, anchor.settled)] + ([] if last is None else [last])
         sent = torch.cat([part.flatten() for part in parts]).to(self.device)
-        self._exchange(lambda: dist.broadcast(sent, src=owner))
+        self._exchange(lambda: dist.broadcast(sent, src=owner, group=self.group))
         if self.rank == owner:
             return
         received = iter(sent.split([part.numel() for part in parts]))
@@ -89,17 +90,21 @@ class Ranks:
             ) from error
 
 
-@contextmanager
-def ranks_of_torchrun(*, timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
-    """The ranks that torchrun started this process with. Raises UserError in a process that torchrun did not start."""
-    if not dist.is_torchelastic_launched():
-        raise UserError("branches over several processes: start it with torchrun --nproc-per-node N -m ...")
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    try:
-        yield Ranks(device)
-    finally:
-        dist.destroy_process_group()
+def join_ranks(*, timeout_seconds: float, device: torch.device) -> Ranks:
+    """The ranks that torchrun started this process with, or those of the process group that it is in. They wait for one
+    another for at most `timeout_seconds`. Raises UserError for a time that is not positive, and in a single process."""
+    if not 0 < timeout_seconds < _LONGEST:
+        raise UserError(f"rank_timeout={timeout_seconds} must be a positive number of seconds below {_LONGEST}")
+    if not (dist.is_initialized() or dist.is_torchelastic_launched()):
+        raise UserError(
+            "rank_timeout divides LoPA's branches over processes: start with torchrun --nproc-per-node N -m ..."
+        )
+    timeout = timedelta(seconds=timeout_seconds)
+    if dist.is_initialized():
+        return Ranks(device, group=dist.new_group(timeout=timeout))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    atexit.register(dist.destroy_process_group)
+    return Ranks(device)
 
 
 def _packed(packet: Packet | None, slots: int) -> bytes:

@@ -7,6 +7,7 @@ import torch
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.block_state import BlockRules
+from dspec.decoding.branch_parallel import join_ranks
 from dspec.decoding.diffusion import COMMITTED, NONE, Alone, BlockDiffusion, DiffusionConfig, Placement
 from dspec.decoding.diffusion_pass import BLOCK_CAUSAL, FULL, PROBABILITY, Trained
 from dspec.decoding.jacobi import Jacobi
@@ -127,11 +128,15 @@ def lopa(
     confidence: str,
     segment: int,
     ranking: str,
-    placement: Placement | None = None,
+    rank_timeout: float | None,
 ) -> Decoder:
-    """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM."""
+    """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM. With a
+    `rank_timeout` they are divided over ranks, which wait for one another so many seconds."""
     rules = BlockRules(block_size=block_size, append=append, activate=activate, threshold=threshold, at_least=1)
     lookahead = Lookahead(branches=branches, confidence=confidence, segment=segment)
+    placement: Placement = Alone()
+    if rank_timeout is not None:
+        placement = join_ranks(timeout_seconds=rank_timeout, device=torch.device(target.device))
     return _block_diffusion(target, rules, window_attention, cache, lookahead, ranking, placement)
 
 

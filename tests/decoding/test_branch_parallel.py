@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from dspec.decoding import branch_parallel, factory
 from dspec.decoding.block_state import Guess
-from dspec.decoding.branch_parallel import Ranks, ranks_of_torchrun
+from dspec.decoding.branch_parallel import Ranks, join_ranks
 from dspec.decoding.diffusion import Alone, Packet
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
@@ -37,7 +37,9 @@ def lopa(of: Any, placement: Any, **change: Any) -> Any:
         "block_size": 4, "append": 0.5, "activate": 0.7, "threshold": 0.6, "branches": 3, "confidence": "mean",
         "segment": 1, "ranking": "probability",
     }  # fmt: skip
-    return factory.lopa(target=of, draft=None, placement=placement, **common | change)
+    made = factory.lopa(target=of, draft=None, rank_timeout=None, **common | change)
+    made.placement = placement or Alone()
+    return made
 
 
 def model(toys: SimpleNamespace, *, shift: bool = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -222,6 +224,18 @@ def test_of_equal_branches_the_one_nearest_to_the_anchor_wins() -> None:
     assert Alone().best([None, packets[0]], 1) == [packets[0]]
 
 
-def test_outside_of_torchrun() -> None:
-    with pytest.raises(UserError, match="torchrun"), ranks_of_torchrun(timeout_seconds=1, device=CPU):
-        pass
+def test_joining_ranks(tmp_path: Path) -> None:
+    """Those of an existing process group get a group of their own, with the timeout that was asked for."""
+    with pytest.raises(UserError, match="torchrun"):
+        join_ranks(timeout_seconds=1, device=CPU)
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="rank_timeout"):
+            join_ranks(timeout_seconds=wrong, device=CPU)
+
+    def work(_: Ranks) -> list[Any]:
+        made = join_ranks(timeout_seconds=7, device=CPU)
+        packets = made.best([Packet(float(made.rank), made.rank, [])], 1)
+        return [made.group is not None, made.rank, made.size, packets[0].branch]
+
+    results, _ = processes(2, tmp_path, work)
+    assert results == [[True, 0, 2, 1], [True, 1, 2, 1]]

@@ -265,7 +265,7 @@ def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling)
         "threshold": 0.4,
     }
     plain = decode(factory.d2f(**common), asked)
-    ahead = {"confidence": "mean", "segment": 1, "ranking": "probability", "cache": "committed"}
+    ahead = {"confidence": "mean", "segment": 1, "ranking": "probability", "cache": "committed", "rank_timeout": None}
     lopa = factory.lopa(**common, **ahead, window_attention="block_causal", branches=0)
     assert [trace(one) for one in decode(lopa, asked)] == [trace(one) for one in plain]
     for request, one in zip(asked, plain, strict=True):
