@@ -7,7 +7,7 @@ not distribute the rows again (use_distributed_sampler: false). Legend: B = rows
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import lightning as L
 import torch
@@ -28,6 +28,15 @@ from dspec.provenance import fingerprint
 Document = tuple[list[int], int]  # ids, and where the response starts
 
 
+class Regeneration(TypedDict):
+    """How the target writes responses, and how many at a time."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    batch_size: int
+
+
 class Conversations(L.LightningDataModule):
     """Prompts with the target's own responses (generated once, then read back), or with the corpus's."""
 
@@ -37,7 +46,7 @@ class Conversations(L.LightningDataModule):
         target: LanguageModel,
         source: PromptSource,
         policy: PromptPolicy,
-        regeneration: Mapping[str, Any] | None,
+        regeneration: Regeneration | None,
         cache_dir: str,
         batch_size: int,
         max_length: int,
@@ -45,7 +54,7 @@ class Conversations(L.LightningDataModule):
         validation: int,
         seed: int,
     ) -> None:
-        """`regeneration` has temperature, top_p, max_new_tokens, batch_size; None uses the corpus's responses.
+        """`regeneration` None uses the corpus's responses.
         Rows are cut to `max_length` tokens; `validation` rows are held out of training. Batches hold rows of similar
         length, sorted within windows of `sort_window` rows (None: no sorting)."""
         super().__init__()
@@ -91,7 +100,7 @@ class Conversations(L.LightningDataModule):
             raise UserError(
                 "data.regeneration is null: there is nothing to regenerate; set its sampling, or train as it is"
             )
-        wanted = dict(self.regeneration)
+        wanted: dict[str, Any] = {**self.regeneration}
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
         return regenerate(
             path=self.responses_path,

@@ -6,6 +6,7 @@ Knows the files and their fields, not how a benchmark or a training run uses the
 import gzip
 import hashlib
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -91,9 +92,10 @@ def load_rows(name: str, *, hub: Hub | None, fields: Sequence[str]) -> Rows:
 def _from_hub(name: str, hub: Hub) -> Rows:
     from datasets import load_dataset
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # without a network it reports each of many retries
     try:
         rows = [dict(row) for config in hub.configs for row in load_dataset(hub.repo, config, split=hub.split)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a data set of an old kind, with a script
         raise UserError(
             f"cannot load {hub.repo} from the Hub ({type(error).__name__}); "
             f"set DSPEC_DATA to a folder with {name}.jsonl.gz"

@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
 from data.loaders import held_out, shuffled
-from data.module import Conversations
+from data.module import Conversations, Regeneration
 from data.prompts import PromptSource
 from data.regenerate import Key, batches_of, key, settings_key
 from dspec.atomic import atomic_file, write_json
@@ -166,7 +166,7 @@ class Trajectories(Conversations):
         target: LanguageModel,
         source: PromptSource,
         policy: PromptPolicy,
-        regeneration: Mapping[str, Any] | None,
+        regeneration: Regeneration | None,
         cache_dir: str,
         batch_size: int,
         max_length: int,
@@ -205,7 +205,7 @@ class Trajectories(Conversations):
 
     def trajectories(self) -> list[Trajectory]:
         """Trajectories of the training prompts, collected where missing."""
-        wanted = dict(self.regeneration or {})
+        wanted: dict[str, Any] = {**(self.regeneration or {})}
         batch_size, max_new = wanted.pop("batch_size"), wanted.pop("max_new_tokens")
         config = JacobiConfig(block_size=self.block_size, blocks=1, activation=1.0, pool_size=0, candidates=0)
         return collect(

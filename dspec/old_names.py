@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
@@ -62,26 +63,51 @@ _TARGETS = {
 
 
 def check_arguments(args: Sequence[str]) -> None:
-    """Raises UserError for an argument in an old spelling, with the new one."""
+    """Raises UserError for an argument in an old spelling, with the new one. Choices that the user's own config folders
+    have are theirs."""
+    folders = _config_folders(args)
     for arg in args:
         bare = arg.lstrip("+~")
         for pattern, fix in _CHOICES.items():
-            if match := re.fullmatch(pattern, bare):
+            if (match := re.fullmatch(pattern, bare)) and not _own_choice(bare, folders):
                 raise UserError(f"{arg} is gone: {match.expand(fix)}")
         if match := re.fullmatch(r"(logger|target|data|benchmark|decoder)=null", bare):
             raise UserError(
                 f"{arg}: {match[1]} needs one of its choices; leave it out for the default (--help lists all)"
             )
         key = bare.partition("=")[0]
-        if key in ("page", "real"):
+        if key in ("page", "page_scale"):
             raise UserError(f"{arg}: pages come with their recipe, use recipe=<name>")
+        if key == "real":
+            raise UserError(f"{arg} is gone: use scale=pretrained, or scale=embedded")
         _check_key(key)
         if key.startswith("benchmark.problems_unseen") and not any("tiny_unseen" in a for a in args):
             raise UserError(f"{key}: problems_unseen is now a separate benchmark, use benchmark=[tiny,tiny_unseen]")
 
 
+def _config_folders(args: Sequence[str]) -> list[Path]:
+    """Folders of --config-dir and hydra.searchpath."""
+    found: list[str] = []
+    for before, arg in zip(["", *args], args, strict=False):
+        if before in ("--config-dir", "-cd"):
+            found.append(arg)
+        elif arg.startswith("--config-dir="):
+            found.append(arg.partition("=")[2])
+        elif arg.startswith("hydra.searchpath="):
+            found += re.findall(r"(?:file://)?([^\[\],'\"]+)", arg.partition("=")[2])
+    return [Path(folder) for folder in found]
+
+
+def _own_choice(arg: str, folders: Sequence[Path]) -> bool:
+    """Whether one of the folders has each of the choices that <group>=<choice>[,<choice>] names."""
+    group, _, names = arg.partition("=")
+    return all(any((folder / group / f"{name}.yaml").is_file() for folder in folders) for name in names.split(","))
+
+
 def gone_group(name: str) -> str | None:
     """The error for a custom recipe that overrides a removed group; None for other names."""
+    if name == "real":
+        return "real is no longer a config group: use `override /scale: pretrained`"
     if name not in (
         "method",
         "draft",

@@ -1,8 +1,9 @@
 """Config groups that Hydra cannot find itself: the pages in recipes/, and the decoders of conf/decoder_variants.yaml.
 
 A page is merged in three places (conf/train.yaml has the order): its `defaults` as recipe/<name>; its body as
-page/<name>, before the groups that replace parts of it (data, schedule, hardware); its `real` section as
-real/<name>_<data>, after data=<data>. So data=gsm8k overrides the page's numbers, and a custom recipe overrides both.
+page/<name>; its section `pretrained`, the numbers for pretrained targets, as page_scale/<name>_pretrained, with
+scale=pretrained. After them come the groups that replace parts of a page (data, schedule, hardware), and last a recipe
+of a user's own. data=gsm8k and data=jsonl choose scale=pretrained; other data may do so, too.
 """
 
 from pathlib import Path
@@ -13,7 +14,10 @@ from hydra.core.config_store import ConfigStore
 
 from dspec.errors import UserError
 
-REAL_DATA = ("gsm8k", "jsonl")  # choices of conf/data for which a page's `real` section applies
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+VARIANTS = CONF / "decoder_variants.yaml"
+SCALES = ("embedded", "pretrained")  # choices of the group `scale`: a page's own numbers, or its `pretrained` section's
 _LOGGING = {  # plain messages on stdout, for every program
     "version": 1,
     "formatters": {"plain": {"format": "%(message)s"}},
@@ -28,10 +32,18 @@ def pages(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.yaml") if path.parent.name != "composed")
 
 
+def register_groups() -> None:
+    """Makes recipes/, their scales and conf/decoder_variants.yaml choices of Hydra's groups."""
+    store_recipes(ROOT / "recipes")
+    store_variants(VARIANTS, CONF / "decoder")
+
+
 def store_recipes(folder: Path) -> None:
     """Makes each page a choice of the group `recipe`: recipe=dspark, recipe=sweeps/<name>."""
     store = ConfigStore.instance()
     store.store(group="hydra/job_logging", name="terse", node=_LOGGING, package="hydra.job_logging")
+    for scale in SCALES:  # empty: conf/train.yaml merges the page's section by its name
+        store.store(group="scale", name=scale, node={}, package="_global_")
     for path in pages(folder):
         page, name = yaml.safe_load(path.read_text("utf-8")), path.stem
         group = "/".join(("recipe", *path.relative_to(folder).parts[:-1]))
@@ -41,12 +53,17 @@ def store_recipes(folder: Path) -> None:
 
 
 def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any]:
-    """Stores the body and `real`; returns the defaults, which name both."""
-    defaults, real = page.pop("defaults", []), page.pop("real", {})
+    """Stores the body and the section `pretrained`; returns the defaults, which name the body."""
+    defaults, pretrained = page.pop("defaults", []), page.pop("pretrained", None)
     store.store(group="page", name=name, node=page, package="_global_")
-    for data in REAL_DATA:
-        store.store(group="real", name=f"{name}_{data}", node=real, package="_global_")
-    return {"defaults": [*defaults, {"override /page": name}, {"override /real": f"{name}_${{data}}"}]}
+    if pretrained is not None:
+        store.store(group="page_scale", name=f"{name}_pretrained", node=pretrained, package="_global_")
+    return {"defaults": [*defaults, {"override /page": name}]}
+
+
+def has_pretrained(page: str) -> bool:
+    """Whether recipes/<page>.yaml has numbers for pretrained targets."""
+    return "pretrained" in yaml.safe_load((ROOT / "recipes" / f"{page}.yaml").read_text("utf-8"))
 
 
 def store_variants(table: Path, decoders: Path) -> None:

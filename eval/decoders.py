@@ -5,8 +5,8 @@ it is loaded when its first decoder is built, so that no training run holds a se
 (instantiate_decoders in dspec/config.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ class DecoderSpec:
 
     `baseline` names the decoder of the same weights that emits one token per pass: mismatches and speedup are relative
     to it. `infills`: whether it can fill holes at any positions; all others write left to right. `of_base`: whether it
-    decodes with the base before training.
+    decodes with the base before training. `needs_draft`: whether it needs a drafter.
     """
 
     label: str
@@ -37,6 +37,7 @@ class DecoderSpec:
     baseline: str = AR
     infills: bool = False
     of_base: bool = False
+    needs_draft: bool = False
 
     def check(self, *, target: LanguageModel, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
@@ -58,7 +59,7 @@ def speculative(
         "refinement_passes": refinement_passes,
         "confidence_threshold": confidence_threshold,
     }
-    return _spec(label, weights, base, partial(factory.speculative, **settings))
+    return replace(_spec(label, weights, base, partial(factory.speculative, **settings)), needs_draft=True)
 
 
 def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:
@@ -96,6 +97,11 @@ def assd(
     """Any-Subset Speculative Decoding: the same tokens, several per pass; the drafter is not used."""
     config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
     return _spec(label, weights, base, partial(factory.any_subset, config=config), baseline=ANY_SUBSET)
+
+
+def sigma_gpt(*, label: str, weights: str, base: Base, num_orders: int) -> DecoderSpec:
+    """Rejection sampling in random orders (sigma-GPT): biased; the drafter is not used."""
+    return _spec(label, weights, base, partial(factory.sigma_gpt, num_orders=num_orders), baseline=ANY_SUBSET)
 
 
 def diffusion(
@@ -178,6 +184,12 @@ def lopa(
         "rank_timeout": rank_timeout,
     }
     return _spec(label, weights, base, partial(factory.lopa, **settings), baseline=DIFFUSION)
+
+
+def only_diffusion(specs: Iterable[DecoderSpec]) -> bool:
+    """Whether all are decoders of diffusion LMs: their model cannot be decoded by plain AR, whatever its prompts."""
+    found = list(specs)
+    return bool(found) and all(spec.baseline.removeprefix("base_") == DIFFUSION for spec in found)
 
 
 def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str = AR) -> DecoderSpec:

@@ -5,6 +5,7 @@ check that our AR loop, the baseline of speedups, keeps up with transformers' ow
 over samples in eval/rows.py, the format of results.json in eval/results.py.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,13 @@ from eval.benchmarks.base import Benchmark, Item
 from eval.decoders import DecoderSpec
 from eval.gate import against_generate, timed
 from eval.progress import Meter
-from eval.prompts import Prompt, encode
+from eval.prompts import Prompt, UnfitError, encode, text_of
 from eval.reports.table import line
 from eval.results import ANY_SUBSET, AR, DIFFUSION, ResultRow, assemble, kept_ar_check, reference
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
+
+log = logging.getLogger(__name__)
 
 Prompts = list[tuple[Item, Prompt]]
 ARCheck = dict[str, Any]  # the result of eval/gate.py
@@ -86,14 +89,13 @@ class Evaluation:
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
     ) -> dict[str, Prompts]:
-        """Items and their prompt ids, by benchmark. Raises UserError if plain AR or another baseline is missing, for a
-        benchmark without prompts, and for a prompt that does not fit the context."""
+        """Items and their prompt ids, by benchmark; texts with holes that do not fit the model are left out, with a
+        warning. Raises UserError if plain AR or another baseline is missing, for a benchmark without prompts, and for
+        any other prompt that does not fit the context."""
         if lacking := sorted({spec.baseline for spec in specs.values()} - specs.keys()):
             raise UserError(f"decoder must contain {', '.join(lacking)}, the baseline of others in it")
         encoded = {
-            name: [
-                (item, encode(target.tokenizer, benchmark, item, policy)) for item in benchmark.items()[: self.limit]
-            ]
+            name: _fitting(target, name, benchmark, benchmark.items()[: self.limit], policy)
             for name, benchmark in benchmarks.items()
         }
         if not all(encoded.values()) or not encoded:
@@ -278,7 +280,7 @@ class Evaluation:
                 samples[key] = []
                 for (item, prompt), generation in zip(batch, generations, strict=True):
                     ids = prompt.response(generation.tokens)
-                    text = strings.cut(target.tokenizer.decode(ids, skip_special_tokens=True))
+                    text = strings.cut(text_of(target.tokenizer, ids))
                     samples[key].append(
                         Sample(
                             benchmark=name,
@@ -289,6 +291,7 @@ class Evaluation:
                             prompt_sha256=digest(prompt.key),
                             text=text,
                             verdicts=condition.benchmark.score(item, text),
+                            scores=condition.benchmark.continuous_scores(item, text),
                             generation=generation,
                             seconds=seconds,
                         )
@@ -313,6 +316,7 @@ class Evaluation:
                 "lossless": condition.decoders[key].lossless,
                 "benchmark": condition.name,
                 "batch_size": self.batch_size,
+                "left_out": len(condition.benchmark.items()[: self.limit]) - len(answered),
                 **row(
                     answered,
                     by_decoder[specs[key].baseline],
@@ -330,6 +334,30 @@ def _verdict_data(benchmark: Benchmark) -> dict[str, Any]:
     """The part of a benchmark's provenance that verdicts depend on; prompts are compared one by one."""
     source = benchmark.source()
     return {key: source.get(key) for key in ("sha256", "prompt")}
+
+
+def _fitting(
+    target: LanguageModel, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy
+) -> Prompts:
+    """Items and prompts, without the texts with holes that do not fit the model: no setting would shorten those. Raises
+    UserError if none is left."""
+    prompts: Prompts = []
+    unfit: list[UserError] = []
+    for item in items:
+        try:
+            prompt = encode(target.tokenizer, benchmark, item, policy)
+            if prompt.positions is not None and len(prompt.positions) > target.max_positions:
+                raise UnfitError(f"{item.id} has {len(prompt.positions)} tokens, the context {target.max_positions}")
+        except UnfitError as error:
+            unfit.append(error)
+        else:
+            prompts.append((item, prompt))
+    if unfit:
+        which = f"{len(unfit)} of {len(items)} texts of {name} do not fit {target.name} (first: {unfit[0]})"
+        if not prompts:
+            raise UserError(which)
+        log.warning("%s: left out", which)
+    return prompts
 
 
 def _infilling(prompts: Prompts) -> bool:

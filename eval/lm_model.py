@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -17,6 +16,7 @@ from rich.progress import track
 from dspec.config import composed, instantiate_decoders
 from dspec.decoding.generation import Generation
 from dspec.decoding.generation import requests as as_requests
+from dspec.decoding.likelihood import Continuation, log_likelihoods, longest
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
@@ -148,26 +148,24 @@ class DspecLM(TemplateLM):
             self._generations[request.task_name].append(generation)
         return [strings.cut(self.tokenizer.decode(g.tokens, skip_special_tokens=True)) for g in generations]
 
-    @torch.inference_mode()
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """By the decoder's distribution: causal, or an any-subset model's joint density."""
         found = [(0.0, False)] * len(requests)
-        rows = [[*context, *continuation][-(self.max_length + 1) :] for _, context, continuation in requests]
-        if longest := max((len(c) for *_, c in requests if len(c) > self.max_length), default=0):
-            raise UserError(f"{longest} tokens to score do not fit the {self.max_length} positions")
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # batches of similar length
+        room, joint = self.max_length, self._spec.infills
+        if too_long := max((len(tokens) for *_, tokens in requests if len(tokens) > room - joint), default=0):
+            raise UserError(f"{too_long} tokens to score do not fit the {room} positions")
+        texts = [
+            Continuation(context[len(tokens) - longest(self.target, any_subset=joint) :], tokens)
+            for _, context, tokens in requests
+        ]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i].context) + len(texts[i].tokens))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         for batch in track(batches, "scoring", disable=disable_tqdm):
-            width = max(len(rows[i]) for i in batch) - 1
-            padded = [rows[i][:-1] + [0] * (width + 1 - len(rows[i])) for i in batch]
-            hidden_BLD = self.target(torch.tensor(padded, device=self.target.device)).hidden_BLD
-            for i, hidden_LD in zip(batch, hidden_BLD, strict=True):
-                n, end = len(requests[i][2]), len(rows[i]) - 1
-                logits = self.target.logits(hidden_LD[end - n : end])
-                label = torch.tensor(rows[i][-n:], device=self.target.device)
-                total = logits.log_softmax(-1, dtype=torch.float64).gather(-1, label[:, None]).sum()
-                found[i] = (float(total), bool((logits.argmax(-1) == label).all()))
+            scored = log_likelihoods(self.target, [texts[i] for i in batch], any_subset=joint)
+            for i, one in zip(batch, scored, strict=True):
+                found[i] = (one.total, one.greedy)
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], found[i])
         return found
@@ -179,7 +177,7 @@ class DspecLM(TemplateLM):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
+                max_seq_len=longest(self.target, any_subset=self._spec.infills) - 1,
                 context_len=1,
             )
             parts = [(None, *make_disjoint_window(window)) for window in windows]

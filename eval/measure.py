@@ -10,15 +10,17 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import instantiate, instantiate_decoders, remember_command
+from dspec.config import check_decoders, instantiate, instantiate_decoders
+from dspec.config_types import check_types
 from dspec.decoding import factory
 from dspec.provenance import provenance
+from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
-from eval.decoders import DecoderSpec
+from eval.decoders import DecoderSpec, only_diffusion
 from eval.evaluate import Evaluation
 from eval.load import LoadedModel, load_model
-from eval.results import AR, DIFFUSION
+from eval.results import AR
 
 log = logging.getLogger(__name__)
 
@@ -39,18 +41,20 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
+    check_types(cfg)
+    check_decoders(
+        {AR: _plain_ar(), **instantiate_decoders(cfg)},
+        drafter=cfg.checkpoint is not None,
+        without="set checkpoint=<run folder>",
+    )
     evaluation = instantiate(cfg.evaluation)
     loaded = load_model(cfg)
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
-    autoregressive = all(spec.baseline.removeprefix("base_") != DIFFUSION for spec in specs.values())
-    if (
-        autoregressive
-        and AR not in specs
-        and any(item.response is None for b in benchmarks.values() for item in b.items()[:1])
-    ):
-        specs = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **specs}
+    left_to_right = any(not item.infills for b in benchmarks.values() for item in b.items()[:1])
+    if AR not in specs and left_to_right and not only_diffusion(specs.values()):
+        specs = {AR: _plain_ar(), **specs}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")
     results = evaluation(
@@ -68,3 +72,7 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     )
     write_json(run_dir / "config.json", plain)
     return EvaluationResult(loaded, specs, benchmarks, evaluation, results)
+
+
+def _plain_ar() -> DecoderSpec:
+    return DecoderSpec(label="AR", build=factory.autoregressive)

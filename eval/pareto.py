@@ -4,7 +4,8 @@
     python -m eval.pareto t1.png runs/dspark/<time> --temperature 1
 
 Both are pooled over the benchmarks that all runs have in common, at one temperature. Runs must have the same prompts
-and the same commit; a row that several runs share with the same numbers (plain AR) is one marker.
+and the same commit; a row that several runs share with the same numbers (plain AR) is one marker. The line and its band
+are the quality of plain AR, or of any_subset where holes are filled in.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from dspec.errors import UserError
 from eval.intervals import wilson
 from eval.reports.plots import plot_pareto
 from eval.reports.table import aligned
-from eval.results import AR, AR_OF_BASE, ResultRow, load, pool_rows
+from eval.results import ResultRow, load, pool_rows, reference
 
 Runs = Mapping[Path, Mapping[str, Any]]
 
@@ -65,18 +66,17 @@ def draw(folders: Sequence[Path], *, temperature: float, path: Path) -> str:
     runs = {folder: load(folder) for folder in folders}
     check_comparable(runs)
     rows = pooled(runs, temperature=temperature)
-    plain_ar = next((row for name in (AR_OF_BASE, AR) for row in rows.values() if row["name"] == name), None)
-    if plain_ar is None:
-        raise UserError("no run has plain AR: quality has no reference")
+    name = reference({row["name"] for row in rows.values()})
+    label, base = next((label, row) for label, row in rows.items() if row["name"] == name)
     run = next(iter(runs.values()))
-    low, high = wilson(round(plain_ar["quality"] * plain_ar["n"]), plain_ar["n"]) or (0.0, 1.0)
-    prompts = f"{plain_ar['n']} prompts ({', '.join(plain_ar['benchmarks'])})"
+    low, high = wilson(round(base["quality"] * base["n"]), base["n"]) or (0.0, 1.0)
+    prompts = f"{base['n']} prompts ({', '.join(base['benchmarks'])})"
     title = (
         f"{run['rows'][0]['target']}, T={temperature:g}, {prompts}, commit {str(run['run']['git']['sha'])[:7]}\n"
-        "band: 95 % interval of plain AR's quality"
+        f"band: 95 % interval of {label}'s quality"
     )
     points = {label: (row["tpf"], row["quality"]) for label, row in rows.items()}
-    plot_pareto(points, reference=(plain_ar["quality"], low, high), title=title, path=path)
+    plot_pareto(points, reference=(label, base["quality"], low, high), title=title, path=path)
     cells = [[label, f"{100 * quality:.1f}", f"{tpf:.2f}"] for label, (tpf, quality) in points.items()]
     return aligned(("decoder", "quality %", "tpf"), cells)
 

@@ -3,8 +3,9 @@
     {"schema": 3, "run": {provenance, "benchmarks", "ar_check", "complete"}, "rows": [...], "calibration": ...}
 
 A row is one decoder on one benchmark at one temperature: counts over its prompts (COUNTS), ratios of these sums,
-quality, speed and intervals. `baseline` is the decoder of the same weights that emits one token per pass: `speedup` is
-over it. `reference` is the decoder that all rows of a benchmark share: `speedup_vs_base_ar` is over that.
+quality (a proportion of right answers), `scores` (continuous ones: {name: {mean, se, n}}), speed and intervals.
+`baseline` is the decoder of the same weights that emits one token per pass: `speedup` is over it. `reference` is the
+decoder that all rows of a benchmark share: `speedup_vs_base_ar` is over that.
 
 Any further pooling (over benchmarks, over runs) goes through `pool` and starts from the counts, so that no reader has
 to know how many tokens a prefill emits or which passes were rounds.
@@ -22,7 +23,6 @@ SCHEMA = 3
 AR = "autoregressive"
 AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, if a method trains the target's own weights
 DIFFUSION = "diffusion"  # a diffusion LM's most confident token per pass: the baseline of its other decoders
-DIFFUSION_OF_BASE = "base_diffusion"  # the same of the base: of D2F's teacher
 ANY_SUBSET = "any_subset"  # one token per pass at given positions: the baseline of infilling, where AR cannot be used
 UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up with transformers' generate
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
@@ -46,9 +46,14 @@ def assemble(
 
 def reference(decoders: Container[str]) -> str:
     """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
-    if it is there, else AR, else diffusion of the base, else diffusion, else (infilling) any_subset."""
-    ranked = (AR_OF_BASE, AR, DIFFUSION_OF_BASE, DIFFUSION, ANY_SUBSET)
-    return next(name for name in ranked if name in decoders)
+    if it is there, else AR; of diffusion LMs diffusion, of infilling any_subset likewise. Raises UserError if none of
+    them is there."""
+    serial = (AR, DIFFUSION, ANY_SUBSET)
+    for name in (name for one in serial for name in (f"base_{one}", one)):
+        if name in decoders:
+            return name
+    names = f"{AR}, {DIFFUSION} or {ANY_SUBSET}"
+    raise UserError(f"no decoder that emits one token per pass ({names}): quality has no reference")
 
 
 def baseline_label(baselines: Iterable[str]) -> str:
@@ -126,7 +131,7 @@ def _upgraded(row: ResultRow, schema: int) -> ResultRow:
 
     Schema 2 had `serial` for `baseline`, and no `reference`. Schema 1 lacked some counts: each of its decoders emitted
     one token in a prompt's prefill, and tau was the mean over rounds; passes over several branches came later. Its
-    first files had no `serial`: the baseline was AR.
+    first files had no `serial`: the baseline was AR. `scores` came within schema 3.
     """
     if schema < 3:
         row = {**row, "baseline": row.get("serial", AR)}
@@ -135,7 +140,7 @@ def _upgraded(row: ResultRow, schema: int) -> ResultRow:
         rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0
         old = {"prefill_tokens": row["n"], "rounds": rounds, "positions_computed": 0}
         row = {**old, "branch_forwards": row["nfe"] - row["nfe_prefill"], **row}
-    return row
+    return {"scores": {}, **row}
 
 
 def kept_ar_check(folder: Path) -> dict[str, Any] | None:
@@ -163,11 +168,3 @@ def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[s
             raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
         answered[name] = verdicts
     return found
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a nested config by dotted path."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    parts = (flat(inner, f"{prefix}.{name}" if prefix else name) for name, inner in value.items())
-    return {path: leaf for part in parts for path, leaf in part.items()}

@@ -35,6 +35,7 @@ def row(
         "quality": statistics.fmean(verdicts[quality]) if quality else None,
         "quality_name": quality or None,
         "verdicts": {name: statistics.fmean(values) for name, values in verdicts.items()},
+        "scores": score_means(samples),
         "tokens_per_second": counted["tokens"] / seconds,
         "speedup": median_over_prompts(speedups),
         "speedup_vs_base_ar": median_over_prompts(batch_speedups(samples, reference)),
@@ -43,6 +44,18 @@ def row(
         "acceptance": acceptance(generations),
         "filled_per_pass": filled_per_pass(generations),
     }
+
+
+def score_means(samples: Sequence[Sample]) -> dict[str, ResultRow]:
+    """Each continuous score's `mean` over the `n` answers that have it, and the `se` (standard error) of that mean."""
+    names = dict.fromkeys(name for s in samples for name in s.scores)
+    return {name: mean_and_error([s.scores[name] for s in samples if name in s.scores]) for name in names}
+
+
+def mean_and_error(values: Sequence[float]) -> ResultRow:
+    """Mean, standard error (None for fewer than two values) and number of values."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "se": error, "n": len(values)}
 
 
 def prompt_counts(generation: Generation) -> ResultRow:

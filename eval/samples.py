@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
-from eval.results import flat
+from dspec.leaves import flat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,7 @@ class Sample:
     verdicts: dict[str, bool]
     generation: Generation
     seconds: float
+    scores: dict[str, float] = field(default_factory=dict)  # continuous ones, by name
 
     def to_row(self) -> dict[str, Any]:
         """JSON-ready and flat, without the confidences of rounds."""
@@ -45,10 +46,10 @@ class Sample:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Sample":
-        fields = {name: row[name] for name in cls.__dataclass_fields__ if name != "generation"}
+        fields = {name: row[name] for name in cls.__dataclass_fields__ if name not in ("generation", "scores")}
         trace = {name: row[name] for name in Generation.__dataclass_fields__}
         trace["passes"] = [Pass(*p) for p in trace["passes"]]
-        return cls(**fields, generation=Generation(**trace))
+        return cls(**fields, scores=row.get("scores", {}), generation=Generation(**trace))  # older files have none
 
 
 def digest(ids: Sequence[int]) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import DictConfig
 
-from dspec import config
+from dspec import run_folder
+from dspec.config import entry_point
 from dspec.errors import UserError
 from dspec.old_names import check_arguments
 from dspec.train import main
@@ -94,7 +96,7 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
         (["recipe=dspark", "trainer.max_steps=abc"], ["trainer.max_steps=abc must be an integer"]),
         (["recipe=dspark", "trainer.max_steps=-3"], ["trainer.max_steps=-3 must be an integer"]),
         (["recipe=dspark", "method.num_anchors=0.5"], ["method.num_anchors=0.5 must be an integer"]),
-        (["recipe=dspark", "method/teacher=ema"], ["method/teacher", "recipe=jacobi_forcing"]),
+        (["recipe=dspark", "method/teacher=ema"], ["unknown key method.teacher: DSpark takes no teacher"]),
         (["recipe=jacobi_forcing", "decoder=[autoregressive,speculative]"], ["needs a drafter", "recipe=dspark"]),
         (["recipe=dspark", "draft=null", "decoder=[autoregressive,refined_once]"], ["refined_once needs a drafter"]),
         (["recipe=dspark", "decoder=speculative"], ["use decoder=[autoregressive,speculative]"]),
@@ -104,7 +106,20 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
         (["recipe=dspark", "report=null"], ["report=null: a run needs it"]),
         (["recipe=dspark", "decoder.speculative=null"], ["decoder.speculative=null"]),
         (["recipe=dspark", "page=dflash"], ["page=dflash", "recipe=<name>"]),
-        (["recipe=dspark", "real=dflash_gsm8k"], ["use recipe=<name>"]),
+        (["recipe=dspark", "real=dflash_gsm8k"], ["use scale=pretrained"]),
+        (["recipe=dspark", "page_scale=dflash_pretrained"], ["use recipe=<name>"]),
+        (["recipe=ar_base", "scale=pretrained"], ["recipes/ar_base.yaml has no numbers for pretrained targets"]),
+        (["recipe=as_arm", "method.lookahead=1.5"], ["method.lookahead=1.5 must be an integer"]),
+        (["recipe=as_arm", "decoder=[assd]"], ["assd is measured against any_subset", "decoder=[any_subset,assd]"]),
+        (["recipe=as_arm", "decoder.assd.bonus=3"], ["decoder.assd.bonus=3 must be true or false"]),
+        (["recipe=dspark", "data.sort_window=x"], ["data.sort_window=x must be an integer or null"]),
+        (["recipe=dspark", "method.ce_weight=null"], ["method.ce_weight=null must be a number"]),
+        (
+            ["recipe=dspark", "data.regeneration.temperature=hot"],
+            ["data.regeneration.temperature=hot must be a number"],
+        ),
+        (["recipe=dspark", "optimizer.optimizer.betas=[0.9]"], ["optimizer.optimizer.betas=[0.9] must be a list of 2"]),
+        (["recipe=jacobi_forcing", "draft.layout=x"], ["draft.layout"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else None,
 )
@@ -127,7 +142,7 @@ def test_a_mistyped_choice_shows_the_choices_alone(failing: Failing) -> None:
 def test_a_mistyped_key_shows_no_inner_groups(failing: Failing) -> None:
     line = failing("recipe=dspark", "qqq=1")
     assert "seed" in line
-    assert not {"page", "real", "recipe", "hydra"} & set(line.replace(",", " ").split())
+    assert not {"page", "page_scale", "scale", "recipe", "hydra"} & set(line.replace(",", " ").split())
 
 
 @pytest.mark.parametrize("args", [["hardware=gpu"], ["target.device=cuda"]])
@@ -175,7 +190,7 @@ def test_ranks_of_torchrun_ask_rank_0_anew_after_a_restart(monkeypatch: pytest.M
     def agreed(rank: int, restart: int, clock: str) -> str:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
-        return config._agreed(clock)
+        return run_folder._agreed(clock)
 
     assert [agreed(0, 0, "one"), agreed(1, 0, "late")] == ["one", "one"]
     with pytest.raises(KeyError):  # the real store waits here until rank 0 has set it
@@ -188,15 +203,15 @@ def test_ranks_agree_on_when_their_run_began(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("DSPEC_STARTED", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     moments = iter(datetime(2026, 1, 1, 0, 0, second) for second in range(60))
-    monkeypatch.setattr(config, "datetime", SimpleNamespace(now=lambda: next(moments)))
-    assert config.started() == config.started() == "2026-01-01_00-00-00"  # and what it starts inherits it
+    monkeypatch.setattr(run_folder, "datetime", SimpleNamespace(now=lambda: next(moments)))
+    assert run_folder.started() == run_folder.started() == "2026-01-01_00-00-00"  # and what it starts inherits it
     monkeypatch.delenv("DSPEC_STARTED")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"set hydra\.run\.dir=<folder>"):
-        config.started()
+        run_folder.started()
     for name, value in (("SLURM_STEP_ID", "3"), ("SLURM_JOB_ID", "17"), ("SLURM_STEP_NUM_TASKS", "2")):
         monkeypatch.setenv(name, value)
-    assert config.started() == "slurm-17.3"
+    assert run_folder.started() == "slurm-17.3"
 
 
 OLD = [
@@ -258,6 +273,64 @@ def test_an_old_run_cannot_be_resumed_in_its_old_spelling(failing: Failing, tmp_
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hydra", None),
+        ("hydra", "hydra: {job: "),
+        ("hydra", "hydra: 3"),
+        ("overrides", None),
+        ("overrides", "{a: [}"),
+        ("overrides", "seed=1"),
+        ("overrides", "- {seed: 1}"),
+    ],
+)
+def test_a_damaged_command_is_not_resumed(failing: Failing, tmp_path: Path, name: str, text: str | None) -> None:
+    hydra = tmp_path / "old" / ".hydra"
+    hydra.mkdir(parents=True)
+    stored = {"hydra": "hydra: {job: {config_name: train}}", "overrides": "- recipe=dspark\n"} | {name: text}
+    for file, content in stored.items():
+        if content is not None:
+            (hydra / f"{file}.yaml").write_text(content)
+    line = failing(f"resume={tmp_path / 'old'}")
+    assert f".hydra/{name}.yaml is missing or damaged" in line
+    assert "delete" in line
+
+
+def test_choices_of_ones_own_are_not_old_ones(tmp_path: Path) -> None:
+    """The user's folder has optimizer/mine.yaml: optimizer=mine is theirs, optimizer=tiny is the old one."""
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("lr: 1\n")
+    for folder in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)],
+                   [f"hydra.searchpath=[file://{tmp_path}]"]):  # fmt: skip
+        check_arguments([*folder, "+optimizer=mine"])
+        with pytest.raises(UserError, match=r"optimizer\.<key>="):
+            check_arguments([*folder, "optimizer=tiny"])
+    with pytest.raises(UserError, match=r"optimizer\.<key>="):
+        check_arguments(["optimizer=mine"])
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["target=smollm2_135m"], True),
+        (["target=smollm2_135m", "scale=pretrained"], False),
+        (["target=smollm2_135m", "data=gsm8k"], False),
+        (["recipe=ar_base", "target=smollm2_135m"], False),  # has no other numbers
+        ([], False),
+    ],
+)
+def test_a_pretrained_target_with_the_embedded_ones_numbers_is_said(
+    args: list[str], said: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[DictConfig] = []
+    monkeypatch.setattr(sys, "argv", ["dspec.train", *args, f"hydra.run.dir={tmp_path / 'run'}"])
+    entry_point(config="train")(ran.append)()
+    lines = [line for line in capfd.readouterr().out.splitlines() if "scale=pretrained" in line]
+    assert len(ran) == 1
+    assert len(lines) == int(said)
+
+
+@pytest.mark.parametrize(
     ("args", "ordered"),
     [
         (["--config-dir", "C", "resume=r", "seed=1"], ["--config-dir", "C", "resume=r", "seed=1"]),
@@ -268,7 +341,7 @@ def test_an_old_run_cannot_be_resumed_in_its_old_spelling(failing: Failing, tmp_
 )
 def test_options_stand_before_overrides(args: list[str], ordered: list[str]) -> None:
     """Hydra's parser refuses overrides that an option splits, as stored ones and --config-dir did on resume."""
-    assert config._options_first(args) == ordered
+    assert run_folder._options_first(args) == ordered
 
 
 @pytest.mark.parametrize("group", ["logger", "target", "benchmark"])

@@ -12,7 +12,7 @@ from dspec.config import ROOT, composed
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 CONFIG = {"dspec.train": "train", "data.collect": "train", "data.regenerate": "train", "eval.run": "eval",
-          "eval.speed": "speed", "eval.search": "search"}  # fmt: skip
+          "eval.speed": "speed", "eval.search": "search", "eval.score": "score"}  # fmt: skip
 ROOMS = ("dspec/", "data/", "eval/", "conf/", "recipes/", "tests/", "docs/")
 
 

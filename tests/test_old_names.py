@@ -10,9 +10,10 @@ from omegaconf import OmegaConf
 
 from dspec.config import composed
 from dspec.errors import UserError
+from dspec.leaves import flat
 from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
 from eval.reports.comparison import _differing
-from eval.results import flat, load
+from eval.results import load
 
 OLD = Path(__file__).parent / "eval" / "old_runs"
 RUNS = sorted(path.stem for path in OLD.glob("*.json"))

@@ -98,7 +98,7 @@ def test_no_recipe_is_dspark() -> None:
     assert OmegaConf.to_container(composed(None), resolve=False) == plain("dspark")
 
 
-REAL = {  # what data=gsm8k and data=jsonl changed before recipes were pages
+PRETRAINED = {  # what scale=pretrained sets
     "data.source.train": 6000, "data.source.calibration": 600, "data.regeneration.max_new_tokens": 512,
     "data.regeneration.top_p": 0.8, "data.regeneration.batch_size": 16, "data.max_length": 1024,
     "data.sort_window": 256, "data.validation": 16, "trainer.max_steps": 2000, "trainer.val_check_interval": 200,
@@ -111,21 +111,51 @@ FORCING = {
 }  # fmt: skip
 
 
+OWN = {
+    "dspark": DRAFTER, "dflash": DRAFTER, "jacobi_forcing": FORCING, "cllm": FORCING,
+    "as_arm": {"data.batch_size": 4, "optimizer.optimizer.lr": 1e-5},
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "precision"), [("gsm8k", "bf16-mixed"), ("jsonl", "32-true")])
-@pytest.mark.parametrize(
-    ("recipe", "own"), [("dspark", DRAFTER), ("dflash", DRAFTER), ("jacobi_forcing", FORCING), ("cllm", FORCING)]
-)
-def test_a_real_target_has_numbers_of_its_own(recipe: str, own: dict[str, Any], data: str, precision: str) -> None:
+@pytest.mark.parametrize("data", ["gsm8k", "jsonl"])
+@pytest.mark.parametrize(("recipe", "own"), OWN.items())
+def test_a_pretrained_target_has_numbers_of_its_own(recipe: str, own: dict[str, Any], data: str) -> None:
     cfg = composed(recipe, "target=qwen3_4b", f"data={data}", "benchmark=gsm8k")
-    wanted = REAL | own | {"trainer.precision": precision}
+    wanted = {k: v for k, v in PRETRAINED.items() if not k.startswith("data.regeneration") or cfg.data.regeneration}
+    wanted |= own | {"trainer.precision": "bf16-mixed"}
     assert {key: OmegaConf.select(cfg, key) for key in wanted} == wanted
     changed = composed(recipe, f"data={data}", "data.batch_size=3", "optimizer.optimizer.lr=1e-2")
     assert (changed.data.batch_size, changed.optimizer.optimizer.lr) == (3, 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "args", "found"),
+    [
+        ("as_arm", ["data=gsm8k"], (4, 1e-5, "32-true")),  # the embedded target is in float32
+        ("dspark", ["data=gsm8k", "target=smollm2_135m"], (8, 6e-4, "bf16-mixed")),
+        ("dspark", ["data=gsm8k", "scale=embedded"], (16, 8e-3, "32-true")),
+        ("dspark", ["data=mine"], (16, 8e-3, "32-true")),
+        ("dspark", ["data=mine", "scale=pretrained", "target=qwen3_4b"], (8, 6e-4, "bf16-mixed")),
+        ("dspark", ["data=my_pretraining"], (5, 6e-4, "32-true")),
+    ],
+)
+def test_any_data_may_go_with_the_numbers_for_pretrained_targets(
+    tmp_path: Path, recipe: str, args: list[str], found: tuple[int, float, str]
+) -> None:
+    """Chosen on the command line, or by the data's own file, whose numbers then come after them."""
+    (tmp_path / "data").mkdir()
+    text = (CONF / "data" / "gsm8k.yaml").read_text()
+    (tmp_path / "data" / "my_pretraining.yaml").write_text(f"{text}batch_size: 5\n")
+    lines = [line for line in text.splitlines() if "defaults" not in line and "override" not in line]
+    (tmp_path / "data" / "mine.yaml").write_text("\n".join(lines))
+    cfg = composed(recipe, *args, "benchmark=tiny", f"hydra.searchpath=[file://{tmp_path}]")
+    assert (cfg.data.batch_size, cfg.optimizer.optimizer.lr, cfg.trainer.precision) == found
+    assert cfg.data.source._target_.endswith("Gsm8kPrompts")
+
+
 def test_a_recipe_of_ones_own_has_the_last_word(tmp_path: Path) -> None:
-    """Over the page it begins with, and over the numbers of a real target."""
+    """Over the page it begins with, and over the numbers for pretrained targets."""
     (tmp_path / "recipe").mkdir()
     text = "# @package _global_\ndefaults: [jacobi_forcing, override /data: gsm8k, override /method/schedule: reverse, "
     text += "_self_]\ndata: {batch_size: 5}\nmethod: {schedule: {window: 7}}\n"
@@ -174,7 +204,7 @@ def test_recipe_builds_its_method(recipe: str) -> None:
 
 
 def test_command_line_beats_recipe() -> None:
-    cfg = composed("dspark", "draft.markov_head_type=rnn", "data=gsm8k")
+    cfg = composed("dspark", "draft.markov_head_type=rnn", "data=gsm8k", "target.dtype=bfloat16")
     assert cfg.draft.markov_head_type == "rnn"
     assert cfg.benchmark.gsm8k._target_.endswith("Gsm8k")  # benchmark and trainer follow the data
     assert cfg.trainer.precision == "bf16-mixed"

@@ -291,7 +291,8 @@ class BlockDiffusion:
         index = layout.index(flight.anchor.prompt + slot - self.trained.shift, branch)
         if index is not None:
             return hidden_LD[index]
-        assert flight.last is not None  # the place before the window, computed in an earlier pass
+        if flight.last is None:
+            raise ValueError("the place before the window was not computed in an earlier pass")
         return flight.last
 
     def _uniforms(self, row: Row, flight: Flight) -> list[float]:

@@ -15,6 +15,7 @@ from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.lookahead import Lookahead
 from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sigma_gpt import SigmaGPT
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
@@ -73,6 +74,11 @@ def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) 
 def any_subset(*, target: LanguageModel, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
     """Any-subset decoding: the tokens at chosen positions, one or several per pass; the drafter is not used."""
     return AnySubset(target=target, config=config)
+
+
+def sigma_gpt(*, target: LanguageModel, draft: Draft | None, num_orders: int) -> Decoder:
+    """Rejection sampling in random orders, biased; the drafter is not used."""
+    return SigmaGPT(target=target, num_orders=num_orders)
 
 
 _NO_LOOKAHEAD = Lookahead(branches=0, confidence="mean", segment=1)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
+from dspec.leaves import flat
 
 
 def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
@@ -17,7 +18,7 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it, or start a new run") from error
     now = json.loads(json.dumps(portable(config, run_dir)))
-    old, new = (_flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
+    old, new = (flat({k: v for k, v in c.items() if k != "resume"}) for c in (before, now))
     if one_sided := sorted(old.keys() ^ new.keys()):
         raise UserError(
             f"{run_dir} was started with other options or by another version of dspec (only one of both has "
@@ -37,11 +38,3 @@ def portable(config: Any, run_dir: Path) -> Any:
     root = str(run_dir.absolute())
     inside = isinstance(config, str) and (config == root or config.startswith(f"{root}/"))
     return f"<run>{config.removeprefix(root)}" if inside else config
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    return {
-        k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}.{name}" if prefix else name).items()
-    }

@@ -28,12 +28,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
 from dspec.calibration.stage import CalibrateSTS
-from dspec.config import instantiate, instantiate_decoders, remember_command
+from dspec.config import check_decoders, instantiate, instantiate_decoders
+from dspec.config_types import check_types
 from dspec.errors import UserError
 from dspec.method import Method
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 from dspec.provenance import provenance
+from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
 from dspec.training.checks import check_accelerator, check_optimizer, check_trainer
@@ -86,6 +88,7 @@ class Job:
 
 def prepare(cfg: DictConfig) -> Job:
     """Builds all parts and checks them against each other. Raises UserError for anything that would fail later."""
+    check_types(cfg)
     check_accelerator(cfg.trainer.accelerator)
     hydra = HydraConfig.get().runtime
     run_dir = Path(hydra.output_dir)
@@ -95,6 +98,8 @@ def prepare(cfg: DictConfig) -> Job:
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     L.seed_everything(cfg.seed, workers=True, verbose=False)
 
+    specs = instantiate_decoders(cfg)
+    check_decoders(specs, drafter=cfg.draft is not None, without="use recipe=dspark or recipe=dflash")
     # models first: the rest is built for them; the random numbers of fresh weights depend on this order
     target: LanguageModel = instantiate(cfg.target)
     data: TrainingData = instantiate(cfg.data, target=target)
@@ -102,7 +107,7 @@ def prepare(cfg: DictConfig) -> Job:
     models = Models(target=target, draft=draft)
     method: Method = instantiate(cfg.method, **models.parts)
     calibration: CalibrateSTS | None = instantiate(cfg.calibration)
-    specs, benchmarks = instantiate_decoders(cfg), instantiate(cfg.benchmark)
+    benchmarks = instantiate(cfg.benchmark)
     evaluation: Evaluation = instantiate(cfg.evaluation)
     report: Report = instantiate(cfg.report)
     if calibration is not None:

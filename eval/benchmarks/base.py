@@ -19,6 +19,16 @@ class Item:
     prompt: str  # text of the user turn (chat), or raw text to complete
     response: str | None = None  # infilling: the reference, of which some tokens are hidden; None: all is to be written
     hidden: float = 0.0  # the share of its tokens that are
+    length: int | None = None  # only the first so many tokens of the response are used; None: all
+    left_to_right: bool = False  # the hidden tokens are the last ones, not random ones
+    contiguous: bool = False  # the hidden tokens are neighbours
+    parts: tuple[tuple[str, bool], ...] = ()  # infilling, in place of a response: consecutive texts, True: hidden whole
+    exact: bool = False  # the tokens of the parts must give their texts back to the character
+
+    @property
+    def infills(self) -> bool:
+        """Whether it asks for the hidden part of a text, and not for all that follows the prompt."""
+        return self.response is not None or bool(self.parts)
 
 
 class Benchmark(Protocol):
@@ -33,6 +43,10 @@ class Benchmark(Protocol):
 
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         """Verdicts by name, including `quality`; empty if answers are not judged."""
+        ...
+
+    def continuous_scores(self, item: Item, answer: str) -> dict[str, float]:
+        """Scores by name that are no verdicts, such as ROUGE; an answer may lack one that is not defined for it."""
         ...
 
     def source(self) -> dict[str, Any]:
@@ -67,12 +81,14 @@ def subset(rows: Sequence[T], *, limit: int | None, seed: int | None) -> list[T]
 
 
 class Scored:
-    """Caches verdicts, so that equal answers to an item are judged once: lossless decoders give the same text."""
+    """Caches verdicts and scores, so that equal answers to an item are judged once: lossless decoders give the same
+    text."""
 
     def __init__(self, *, max_new_tokens: int) -> None:
         check_whole(1, max_new_tokens=max_new_tokens)
         self.max_new_tokens = max_new_tokens
         self._verdicts: dict[tuple[str, str], dict[str, bool]] = {}
+        self._measured: dict[tuple[str, str], dict[str, float]] = {}
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         """The uncached `score`."""
@@ -82,6 +98,15 @@ class Scored:
         if (item.id, answer) not in self._verdicts:
             self._verdicts[item.id, answer] = self.verdicts(item, answer)
         return dict(self._verdicts[item.id, answer])
+
+    def measured(self, item: Item, answer: str) -> dict[str, float]:
+        """The uncached `continuous_scores`."""
+        return {}
+
+    def continuous_scores(self, item: Item, answer: str) -> dict[str, float]:
+        if (item.id, answer) not in self._measured:
+            self._measured[item.id, answer] = self.measured(item, answer)
+        return dict(self._measured[item.id, answer])
 
 
 class Extent(TypedDict):

@@ -59,6 +59,14 @@ def _worked(shots: int) -> str:
     return "".join(f"{_framed(row)} {row['solution'].strip()}\n\n" for row in rows)
 
 
+class Settings(Extent):
+    """Settings of both competitions."""
+
+    shots: int
+    chat: bool
+    timeout_s: float
+
+
 class _Competition(FileBenchmark):
     quality = "equivalent"
 
@@ -99,14 +107,14 @@ def _reference(row: DataRow) -> str:
 class Math(_Competition):
     """The 5,000 test problems, or the 4,500 that are not in MATH-500."""
 
-    def __init__(self, *, without_math500: bool, **settings: Any) -> None:
+    def __init__(self, *, without_math500: bool, **settings: Unpack[Settings]) -> None:
         check_switch(without_math500=without_math500)
         data = _without(math_rows("test"), math500_rows()) if without_math500 else math_rows("test")
         super().__init__(data, name="math/test", **settings)
 
 
 class Math500(_Competition):
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[Settings]) -> None:
         super().__init__(math500_rows(), name="math500", **settings)
 
 

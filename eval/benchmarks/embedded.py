@@ -21,7 +21,9 @@ from eval.sandbox.judge import Judge
 _ANSWER = re.compile(r"####[ \t]*(-?\d[\d,]*)")
 
 
-class _Embedded(Scored):
+class Embedded(Scored):
+    """Held-out examples of one task of the embedded corpus, as user turns."""
+
     chat = True
     stop: tuple[str, ...] = ()
 
@@ -47,7 +49,7 @@ class _Embedded(Scored):
         }
 
 
-class Problems(_Embedded):
+class Problems(Embedded):
     """Word problems; correct if the last `#### <integer>` is the answer."""
 
     quality = "exact match"
@@ -60,7 +62,7 @@ class Problems(_Embedded):
         return {self.quality: solves(answer, self._examples[item.id].answer)}
 
 
-class Functions(_Embedded):
+class Functions(Embedded):
     """Python functions; correct if all hidden unit tests pass (pass@1)."""
 
     quality = "pass@1"

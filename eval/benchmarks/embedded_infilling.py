@@ -1,19 +1,26 @@
-"""The embedded tasks with holes in their reference responses: some of the tokens, drawn at random, are to be filled in.
+"""The embedded tasks with holes in their reference responses, which are to be filled in.
 
 A decoder is told how long the response is and where the holes are (the gold length: results carry it in their
 source). A problem is right if every equation of the filled response holds and its answer is the reference's; a function
 if it passes its hidden tests.
+
+`holes`: random tokens all over the response, one span of neighbouring tokens, or whole lines that follow one another;
+`hidden` is the share of the tokens or of the lines, at least one. Where they lie is drawn by the item's id.
 """
 
+import random
 import re
 from typing import Any
 
+from data.embedded.corpus import Example
 from dspec.errors import UserError
 from eval.benchmarks.base import Item
 from eval.benchmarks.embedded import Functions, Problems, solves
 from eval.sandbox.judge import Judge
 
+HOLES = ("random", "span", "line")
 _EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
+_LINE = re.compile(r"\n?[^\n]*")  # with the line break before it, in which the indentation is a part of one token
 
 
 class FilledProblems(Problems):
@@ -21,41 +28,68 @@ class FilledProblems(Problems):
 
     quality = "consistent"
 
-    def __init__(self, *, count: int, hidden: float, seed: int) -> None:
-        """`hidden` is the share of the response's tokens that are holes."""
+    def __init__(self, *, count: int, holes: str, hidden: float, seed: int) -> None:
         super().__init__(count=count, unseen=False, max_new_tokens=1, seed=seed)
-        self._hidden = check_share(hidden)
+        self._holes, self._hidden = check_holes(holes), check_share(hidden)
 
     def items(self) -> list[Item]:
-        return [Item(e.id, e.prompt, e.response, self._hidden) for e in self._examples.values()]
+        return [with_holes(e, self._holes, self._hidden) for e in self._examples.values()]
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
-        right = solves(answer, self._examples[item.id].answer) and equations_hold(answer)
+        response = filled(item, answer)
+        right = solves(response, self._examples[item.id].answer) and equations_hold(response)
         return {self.quality: right}
 
     def source(self) -> dict[str, Any]:
-        return super().source() | _described(self._hidden)
+        return super().source() | _described(self._holes, self._hidden)
 
 
 class FilledFunctions(Functions):
     """Python functions; right if the filled body passes all hidden tests."""
 
-    def __init__(self, *, judge: Judge, count: int, hidden: float, seed: int) -> None:
+    def __init__(self, *, judge: Judge, count: int, holes: str, hidden: float, seed: int) -> None:
         super().__init__(judge=judge, count=count, max_new_tokens=1, seed=seed)
-        self._hidden = check_share(hidden)
+        self._holes, self._hidden = check_holes(holes), check_share(hidden)
 
     def items(self) -> list[Item]:
-        return [Item(e.id, e.prompt, e.response, self._hidden) for e in self._examples.values()]
+        return [with_holes(e, self._holes, self._hidden) for e in self._examples.values()]
+
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
+        return super().verdicts(item, filled(item, answer))
 
     def source(self) -> dict[str, Any]:
-        return super().source() | _described(self._hidden)
+        return super().source() | _described(self._holes, self._hidden)
+
+
+def check_holes(holes: str) -> str:
+    """Raises UserError for an unknown choice."""
+    if holes not in HOLES:
+        raise UserError(f"holes={holes} is unknown; say one of {', '.join(HOLES)}")
+    return holes
 
 
 def check_share(hidden: float) -> float:
     """Raises UserError for a share that leaves nothing to fill in, or nothing to see."""
     if not 0 < hidden <= 1:
-        raise UserError(f"hidden={hidden} must be a share of the response's tokens, above 0 and at most 1")
+        raise UserError(f"hidden={hidden} must be a share of the response's tokens or lines, above 0 and at most 1")
     return hidden
+
+
+def with_holes(example: Example, holes: str, hidden: float) -> Item:
+    """The example with a share of its response hidden."""
+    if holes != "line":
+        return Item(example.id, example.prompt, example.response, hidden, contiguous=holes == "span")
+    lines = [line for line in _LINE.findall(example.response) if line]
+    count = max(1, round(hidden * len(lines)))
+    first = random.Random(example.id).randint(0, len(lines) - count)
+    pieces = lines[:first], lines[first : first + count], lines[first + count :]
+    parts = tuple(("".join(piece), i == 1) for i, piece in enumerate(pieces) if piece)
+    return Item(example.id, example.prompt, parts=parts, exact=True)
+
+
+def filled(item: Item, answer: str) -> str:
+    """The whole response. `answer` is that already, or for an item of parts what stands in the one that is hidden."""
+    return "".join(answer if hidden else text for text, hidden in item.parts) if item.parts else answer
 
 
 def equations_hold(text: str) -> bool:
@@ -70,8 +104,9 @@ def _holds(a: int, op: str, b: int, c: int) -> bool:
     return c == {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
-def _described(hidden: float) -> dict[str, Any]:
+def _described(holes: str, hidden: float) -> dict[str, Any]:
+    which = {"random": "tokens hidden", "span": "tokens hidden, in one span", "line": "lines hidden, in one piece"}
     return {
-        "prompt": f"the task and its reference response with {hidden:g} of the tokens hidden",
+        "prompt": f"the task and its reference response with {hidden:g} of the {which[holes]}",
         "gold_length": True,  # the number of tokens that the reference has is given
     }

@@ -21,16 +21,17 @@ from eval.sandbox.judge import Judge
 _STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 _COMPLETE = "Complete this function. Answer with the whole function in one code block."
 _FILL = "One line is missing where the comment says MISSING LINE. Answer with that line alone in one code block."
-_FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
-def _passes(judge: Judge, program: str, row: DataRow, *, trusted: str) -> bool:
-    """`trusted` is source not written by the model, from which helper functions that some tests call are taken."""
+def passes_check(judge: Judge, program: str, row: DataRow, *, trusted: str) -> bool:
+    """Whether the program passes the problem's tests. `trusted` is source not written by the model, from which helper
+    functions that some tests call are taken."""
     test, name = f"{row['test']}\ncheck({row['entry_point']})\n", row["entry_point"]
     return judge.passes(program=program, test=test, entry_point=name, trusted=trusted).passed
 
 
-def _id(_: int, row: DataRow) -> str:
+def task_id(_: int, row: DataRow) -> str:
     return str(row["task_id"])
 
 
@@ -42,8 +43,8 @@ class HumanEval(FileBenchmark):
         self.stop: tuple[str, ...] = () if chat else _STOP
         how = f"chat; {_COMPLETE}" if chat else "raw completion of the problem's text"
         hub = Hub("openai/openai_humaneval", ["openai_humaneval"], "test")
-        data = load_rows("humaneval", hub=hub, fields=_FIELDS)
-        super().__init__(data, key=_id, describes=how, **extent)
+        data = load_rows("humaneval", hub=hub, fields=FIELDS)
+        super().__init__(data, key=task_id, describes=how, **extent)
 
     def prompt(self, row: DataRow) -> str:
         return request(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
@@ -58,7 +59,7 @@ class HumanEval(FileBenchmark):
 
     def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
         row = self._rows[item.id]
-        return {self.quality: _passes(self._judge, self.program(item, answer), row, trusted=row["prompt"])}
+        return {self.quality: passes_check(self._judge, self.program(item, answer), row, trusted=row["prompt"])}
 
     def source(self) -> dict[str, Any]:
         return {**super().source(), "sandbox": self._judge.level}
@@ -73,8 +74,8 @@ class Infilling(FileBenchmark):
         how = (
             f"chat, both sides of the gap; {_FILL}" if chat else "raw completion of the prefix; the suffix is not seen"
         )
-        data = load_rows("humaneval_infilling_single_line", hub=None, fields=(*_FIELDS, "suffix"))
-        super().__init__(data, key=_id, describes=how, **extent)
+        data = load_rows("humaneval_infilling_single_line", hub=None, fields=(*FIELDS, "suffix"))
+        super().__init__(data, key=task_id, describes=how, **extent)
 
     def prompt(self, row: DataRow) -> str:
         if not self.chat:
@@ -93,7 +94,7 @@ class Infilling(FileBenchmark):
         row, line = self._rows[item.id], self.line(item, answer)
         program = f"{row['prompt']}{line}\n{row['suffix']}"
         whole = row["prompt"] + row["canonical_solution"] + row["suffix"]
-        passed = _passes(self._judge, program, row, trusted=whole)
+        passed = passes_check(self._judge, program, row, trusted=whole)
         return {self.quality: passed, "exact match": line == row["canonical_solution"].rstrip()}
 
     def source(self) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from typing import Any
 
 from dspec.config import one_line_errors
 from dspec.errors import UserError
+from dspec.leaves import flat
 from eval.intervals import student
 from eval.reports.table import over_ar
-from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, flat, load, load_verdicts, pool_rows
+from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, load, load_verdicts, pool_rows
 
 # settings that do not make a different method: parts of the config (rows name decoder and benchmark) and single keys
 _IGNORED_PARTS = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")

@@ -74,12 +74,13 @@ def plot_acceptance(rows: Mapping[str, Sequence[float]], path: Path) -> None:
 
 
 def plot_pareto(
-    points: Mapping[str, tuple[float, float]], *, reference: tuple[float, float, float], title: str, path: Path
+    points: Mapping[str, tuple[float, float]], *, reference: tuple[str, float, float, float], title: str, path: Path
 ) -> None:
-    """Tokens per forward pass against quality (a fraction), one marker per decoder. `reference` is plain AR's quality
-    and its interval, drawn as a line in a band: lossless decoders lie on the line up to chance."""
+    """Tokens per forward pass against quality (a fraction), one marker per decoder. `reference` names the decoder that
+    emits one token per pass, with its quality and interval, drawn as a line in a band: lossless decoders lie on the
+    line up to chance."""
     _check(points, length=2)
-    quality, low, high = reference
+    baseline, quality, low, high = reference
     with rc_context(_STYLE):
         figure = _figure(7.0, 3.6)
         axes = figure.add_subplot()
@@ -93,7 +94,7 @@ def plot_pareto(
         axes.set_xlim(0.8, max(x for x, _ in points.values()) * 1.06)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol="", decimals=0))
         axes.set_title(title, fontsize=10)
-        axes.set(xlabel="tokens per forward pass after prefill (plain AR: 1)", ylabel="quality (%)")
+        axes.set(xlabel=f"tokens per forward pass after prefill ({baseline}: 1)", ylabel="quality (%)")
         _legend(figure, axes)
         _save(figure, path)
 

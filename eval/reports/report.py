@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dspec.atomic import atomic_file, write_json
 from eval.reports.plots import plot_acceptance, plot_loss, plot_reliability
+from eval.reports.scores import scores_table
 from eval.reports.table import as_csv, gate_note, legend, markdown, table
 
 Rows = Sequence[dict[str, Any]]
@@ -32,12 +33,15 @@ class Report:
         write_json(run_dir / "results.json", results)
         rows, check = results["rows"], results["run"]["ar_check"]
         note = gate_note(check, rows)
-        _write(run_dir / "table.md", f"{markdown(rows, trusted=bool(check['trusted']))}\n{legend(rows)}\n{note}\n")
+        scores = scores_table(rows)
+        text = f"{markdown(rows, trusted=bool(check['trusted']))}\n{legend(rows)}\n{note}\n"
+        _write(run_dir / "table.md", text + (f"\n```\n{scores}\n```\n" if scores else ""))
         _write(run_dir / "table.csv", as_csv(rows, trusted=check["trusted"]))
         plots = run_dir / "plots"
         _loss(history, plots / "loss.png")
         _acceptance(rows, plots)
         shown = [table(rows, trusted=bool(check["trusted"])), "", legend(rows), note]
+        shown += ["", scores, ""] if scores else []
         if results["calibration"] is not None:
             plot_reliability(results["calibration"], plots / "reliability.png")
             before, after = (100 * results["calibration"][f"mean_ece_{when}"] for when in ("before", "after"))

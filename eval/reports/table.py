@@ -79,7 +79,8 @@ def title(row: ResultRow) -> str:
     named = f", {row['quality_name']}" if row["quality_name"] else ""
     undecided = row.get("verdicts", {}).get("undecided", 0.0)
     left = f", {100 * undecided:.1f} % undecided" if undecided else ""
-    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{named}{left}"
+    out = f" ({row['left_out']} left out: they do not fit)" if row.get("left_out") else ""
+    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{out}{named}{left}"
 
 
 def table(rows: Sequence[ResultRow], *, trusted: bool) -> str:
@@ -201,10 +202,15 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     ends = [f"{name}_{end}" for name in ("quality", "tau", "tpf", "speedup") for end in ("low", "high")]
-    writer.writerow(["benchmark", "temperature", "method", "decoder", "target", "n", *_PLAIN, *ends, "speedup_trusted"])
+    scores = [
+        (name, part) for name in dict.fromkeys(n for r in rows for n in r.get("scores", {})) for part in ("mean", "se")
+    ]
+    first = ["benchmark", "temperature", "method", "decoder", "target", "n"]
+    writer.writerow([*first, *_PLAIN, *ends, "speedup_trusted", *(f"{name}_{part}" for name, part in scores)])
     for row in rows:
         named = [row["benchmark"], row["decoder"]["temperature"], row["method"], row["decoder"]["name"], row["target"]]
         intervals = [row["interval_95"][name] or (None, None) for name in ("quality", "tau", "tpf", "speedup")]
+        found = [row.get("scores", {}).get(name, {}).get(part) for name, part in scores]
         writer.writerow(
             [
                 *named,
@@ -212,6 +218,7 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
                 *(row[name] for name in _PLAIN),
                 *(x for i in intervals for x in i),
                 trusted if over_ar(row["baseline"]) else None,
+                *found,
             ]
         )
     return file.getvalue()

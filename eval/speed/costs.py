@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.generation import Generation, requests
+from dspec.decoding.generation import Generation, Request
 from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.proposers import DraftProposer
-from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch
+from dspec.decoding.sampling import GREEDY, SamplingBatch
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
@@ -30,17 +30,7 @@ DRAFTS = ("draft", "draft LM head", "sequential head", "confidence head", "draft
 Line = dict[str, Any]
 
 
-def round_profile(
-    decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sampling: Sampling,
-    device: torch.device,
-    batch_size: int,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    seeds: Sequence[int],
-) -> Line:
+def round_profile(decoder: Decoder, requests: Sequence[Request], *, device: torch.device, batch_size: int) -> Line:
     """Milliseconds of a prompt's round (for plain AR: of a token) by span, prefill excluded. In batches of
     `batch_size`, whose rows share a pass, it is one row's share of the pass.
 
@@ -48,30 +38,18 @@ def round_profile(
     own work. `unsynchronised` is a round without synchronisation; if a GPU runs asynchronously it is less than the sum.
     """
 
-    def timed(limit: int) -> tuple[list[Generation], float]:
+    def timed(given: Sequence[Request]) -> tuple[list[Generation], float]:
         clock = Profile(device)
         start = clock.now()
-        generations = [
-            generation
-            for i in range(0, len(prompts), batch_size)
-            for generation in decode(
-                decoder,
-                requests(
-                    prompts[i : i + batch_size],
-                    seeds=seeds[i : i + batch_size],
-                    sampling=sampling,
-                    max_new_tokens=limit,
-                    stop_ids=stop_ids,
-                ),
-            )
-        ]
+        batches = (given[i : i + batch_size] for i in range(0, len(given), batch_size))
+        generations = [generation for batch in batches for generation in decode(decoder, batch)]
         return generations, clock.now() - start
 
-    timed(max_new_tokens)  # warm-up
-    _, prefill = timed(1)
-    generations, plain = timed(max_new_tokens)
+    timed(requests)  # warm-up
+    _, prefill = timed([_first_token(request) for request in requests])
+    generations, plain = timed(requests)
     with Profile(device) as profile:
-        _, total = timed(max_new_tokens)
+        _, total = timed(requests)
     rounds = sum(g.forwards for g in generations)
     if not rounds:
         raise UserError("every answer ended with its first token: no round to profile; use other prompts")
@@ -88,6 +66,12 @@ def round_profile(
         "spans": spans,
         "between spans": per_round(total - profile.seconds[PREFILL] - outer),
     }
+
+
+def _first_token(request: Request) -> Request:
+    """The same request for one token."""
+    positions = None if request.positions is None else request.positions[: len(request.ids) + 1]
+    return replace(request, max_new_tokens=1, positions=positions)
 
 
 def verify_cost(
@@ -195,8 +179,8 @@ def _check_lengths(target: LanguageModel, tokens: Sequence[int], contexts: Seque
 def achieved_over_ideal(tau: float, speedup: float, baseline: Line, profile: Line) -> Line:
     """The speedup that the models alone would allow, tau * T_ar / (T_draft + T_verify), and the fraction achieved.
 
-    T_ar is plain AR's pass with its LM head; `baseline` and `profile` come from `round_profile` at the batch size of
-    `speedup`: times per row.
+    T_ar is the pass of `baseline`, which emits one token per pass, with its LM head; `baseline` and `profile` come from
+    `round_profile` at the batch size of `speedup`: times per row.
     """
     ar = sum(baseline["spans"][name] for name in VERIFIES)
     verify = sum(profile["spans"][name] for name in VERIFIES)

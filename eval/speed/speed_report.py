@@ -15,7 +15,6 @@ from dspec.config import instantiate
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark
 from eval.measure import EvaluationResult, run_evaluation
-from eval.results import AR
 from eval.samples import Sample, read_samples
 from eval.speed.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.speed.settings import SpeedSettings
@@ -71,23 +70,28 @@ class SpeedReport:
         for key, spec in done.specs.items():
             profile = round_profile(
                 spec.build(target=target, draft=done.loaded.draft),
-                [prompt.ids for _, prompt in prompts],
-                sampling=sampling,
+                [
+                    prompt.request(
+                        sampling=sampling,
+                        seed=prompt_seed(self.settings.seed, item.id),
+                        stop_ids=target.stop_ids,
+                        stop=None,
+                    )
+                    for item, prompt in prompts
+                ],
                 device=target.device,
-                batch_size=done.evaluation.batch_size,
-                max_new_tokens=benchmark.max_new_tokens,
-                stop_ids=target.stop_ids,
-                seeds=[prompt_seed(self.settings.seed, item.id) for item, _ in prompts],
+                batch_size=size,
             )
             about = {"decoder": key, "method": spec.label, "benchmark": name}
-            rounds.append(about | {"batch_size": done.evaluation.batch_size} | profile)
+            rounds.append(about | {"batch_size": size} | profile)
         first = {
             row["decoder"]["name"]: row
             for row in reversed(done.results["rows"])
             if row["benchmark"] == name and row["decoder"]["temperature"] == sampling.temperature
         }
-        base = next(line for line in rounds if line["decoder"] == AR)
+        by_decoder = {line["decoder"]: line for line in rounds}
         for line in rounds:
+            base = by_decoder[done.specs[line["decoder"]].baseline]
             tau, speedup = first[line["decoder"]]["tau"], first[line["decoder"]]["speedup"]
             line["ideal"] = achieved_over_ideal(tau, speedup, base, line) if tau and speedup else None
         return rounds

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,21 @@ def test_the_one_shared_problem_of_math_is_not_trained_on(monkeypatch: pytest.Mo
     assert (len(train), len(test), len(tested)) == (7500, 5000, 5000)
     assert len(math_training_rows().rows) == 7499
     assert tested >= {same_problem(row["problem"]) for row in math500_rows().rows}
+
+
+def test_a_hub_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The error; not the library's line for each of its retries."""
+
+    def load_dataset(*args: object, **kwargs: object) -> object:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        raise ConnectionError("no network")
+
+    import datasets
+
+    monkeypatch.delenv("DSPEC_DATA", raising=False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match="cannot load openai/gsm8k from the Hub"):
+        gsm8k_rows("test")
+    assert "Retrying" not in caplog.text + capfd.readouterr().err

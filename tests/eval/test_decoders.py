@@ -132,6 +132,7 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "lopa_gsm8k": "LoPA, GSM8K", "lopa_math": "LoPA, MATH", "lopa_humaneval": "LoPA, HumanEval",
     "lopa_mbpp": "LoPA, MBPP", "lopa_humanevalplus": "LoPA, HumanEval+", "lopa_mbppplus": "LoPA, MBPP+",
     "base_any_subset": "base, any-subset", "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
+    "sigma_gpt": "sigma-GPT (biased)",
 }  # fmt: skip
 
 

@@ -44,6 +44,9 @@ class Echo:
     def score(self, item: Item, answer: str) -> dict[str, bool]:
         return {"answered": bool(answer), "long": len(answer) > 20}
 
+    def continuous_scores(self, item: Item, answer: str) -> dict[str, float]:
+        return {"characters": float(len(answer))} if answer else {}
+
     def source(self) -> dict[str, Any]:
         return {"origin": "this test"}
 
@@ -104,6 +107,9 @@ def test_rows_and_table(target: LanguageModel, tmp_path: Path) -> None:
     assert rows[2]["mismatches"] is None
     assert rows[1]["tokens"] == rows[0]["tokens"]
     assert rows[0]["verdicts"] == {"answered": 1.0, "long": rows[0]["verdicts"]["long"]}
+    scored = [len(s["text"]) for s in map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines()[1:5])]
+    assert rows[0]["scores"]["characters"]["mean"] == sum(scored[::2]) / 2
+    assert rows[0]["scores"]["characters"]["n"] == 2
     assert (rows[0]["baseline"], rows[1]["baseline"], rows[1]["lossless"]) == ("autoregressive", "autoregressive", True)
     text = table(rows, trusted=True)
     assert "echo, T=0, 2 prompts, answered" in text

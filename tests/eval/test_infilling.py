@@ -33,7 +33,7 @@ def target() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def problems() -> FilledProblems:
-    return FilledProblems(count=4, hidden=0.5, seed=0)
+    return FilledProblems(count=4, holes="random", hidden=0.5, seed=0)
 
 
 def test_a_prompt_shows_all_but_the_holes(target: LanguageModel, problems: FilledProblems) -> None:
@@ -59,7 +59,7 @@ def test_a_prompt_shows_all_but_the_holes(target: LanguageModel, problems: Fille
 
 
 def test_references_are_right_and_changed_ones_wrong(problems: FilledProblems) -> None:
-    for item in FilledProblems(count=60, hidden=0.5, seed=3).items():
+    for item in FilledProblems(count=60, holes="random", hidden=0.5, seed=3).items():
         assert item.response is not None
         assert equations_hold(item.response), item.response
     one = problems.items()[0]
@@ -74,17 +74,89 @@ def test_a_filled_function_passes_its_tests() -> None:
     judge: Any = instantiate(
         composed("eval", ["target=tiny", "benchmark=tiny_infilling"]).benchmark.filled_functions.judge
     )
-    functions = FilledFunctions(judge=judge, count=2, hidden=0.5, seed=0)
+    functions = FilledFunctions(judge=judge, count=2, holes="random", hidden=0.5, seed=0)
     item = functions.items()[0]
     assert functions.score(item, item.response or "") == {"pass@1": True}
     assert functions.score(item, "    return 7") == {"pass@1": False}
     assert functions.source()["gold_length"]
 
 
+@pytest.mark.parametrize("hidden", [0.2, 0.4, 1.0])
+def test_a_span_is_a_run_of_tokens(target: LanguageModel, hidden: float) -> None:
+    benchmark, first = FilledProblems(count=12, holes="span", hidden=hidden, seed=0), set()
+    for item in benchmark.items():
+        assert item.response is not None
+        response = response_ids(target.tokenizer, item.response)
+        prompt = encode(target.tokenizer, benchmark, item, POLICY)
+        assert prompt.positions is not None
+        assert prompt.start is not None
+        holes = prompt.positions[len(prompt.ids) :]
+        assert len(holes) == max(1, round(hidden * (len(response) - 1)))
+        assert holes == list(range(holes[0], holes[0] + len(holes)))
+        assert prompt.start <= holes[0]
+        assert holes[-1] < len(prompt.positions) - 1  # the end of the turn is given
+        assert prompt.response([response[h - prompt.start] for h in holes]) == response
+        first.add(holes[0] - prompt.start)
+    assert (len(first) > 4) == (hidden < 1)  # drawn item by item
+
+
+def test_lines_are_hidden_whole(target: LanguageModel) -> None:
+    """And their tokens, line breaks and indentation included, are those of the whole response."""
+    judge: Any = instantiate(
+        composed("eval", ["target=tiny", "benchmark=tiny_infilling"]).benchmark.filled_functions.judge
+    )
+    functions, places = FilledFunctions(judge=judge, count=12, holes="line", hidden=0.3, seed=0), set()
+    whole = FilledFunctions(judge=judge, count=12, holes="random", hidden=0.3, seed=0).items()
+    for item, other in zip(functions.items(), whole, strict=True):
+        assert other.response is not None
+        assert "".join(part for part, _ in item.parts) == other.response
+        [hidden] = [part for part, is_hidden in item.parts if is_hidden]
+        lines = other.response.count("\n") + 1
+        assert len(hidden.strip("\n").split("\n")) == max(1, round(0.3 * lines))
+        prompt = encode(target.tokenizer, functions, item, POLICY)
+        task, response = (
+            prompt_ids(target.tokenizer, item.prompt, POLICY),
+            response_ids(target.tokenizer, other.response),
+        )
+        assert prompt.positions is not None
+        holes = prompt.positions[len(prompt.ids) :]
+        text = dict(zip(prompt.positions, [*prompt.ids, *[-1] * len(holes)], strict=True))
+        assert [text[i] for i in range(len(text))] == [
+            -1 if i in holes else token for i, token in enumerate([*task, *response])
+        ]
+        assert functions.score(item, hidden) == {"pass@1": True}
+        assert functions.score(item, "\n    return None\n  x") == {"pass@1": False}
+        places.add(item.parts[0][1])
+    assert places == {True, False}  # the first lines of some, later ones of others
+
+
+def test_a_problem_with_a_hidden_line_is_judged_whole(target: LanguageModel) -> None:
+    problems = FilledProblems(count=20, holes="line", hidden=0.01, seed=0)
+    item = next(item for item in problems.items() if len(item.parts) == 3)
+    [hidden] = [part for part, is_hidden in item.parts if is_hidden]
+    assert hidden.startswith("\n")
+    assert problems.score(item, hidden) == {"consistent": True}
+    assert problems.score(item, f"{hidden} And 1 + 1 = 3.") == {"consistent": False}
+    assert "1 + 1 = 3" not in "".join(part for part, _ in item.parts)
+
+
+@pytest.mark.parametrize("holes", ["random", "span", "line"])
+def test_what_is_hidden_is_said(holes: str) -> None:
+    source = FilledProblems(count=1, holes=holes, hidden=0.25, seed=0).source()
+    kind = {"random": "0.25 of the tokens hidden", "span": "tokens hidden, in one span", "line": "0.25 of the lines"}
+    assert kind[holes] in source["prompt"]
+    assert source["gold_length"]
+
+
+def test_unknown_holes() -> None:
+    with pytest.raises(UserError, match="holes=lines is unknown; say one of random, span, line"):
+        FilledProblems(count=1, holes="lines", hidden=0.5, seed=0)
+
+
 @pytest.mark.parametrize("hidden", [0.0, 1.5, float("nan")])
 def test_shares_that_make_no_sense(hidden: float) -> None:
     with pytest.raises(UserError, match="hidden"):
-        FilledProblems(count=1, hidden=hidden, seed=0)
+        FilledProblems(count=1, holes="random", hidden=hidden, seed=0)
 
 
 def _any_subset(num_drafts: int) -> Any:

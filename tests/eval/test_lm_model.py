@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from dspec.decoding.any_subset import joint_log_density
 from dspec.errors import UserError
 
 pytest.importorskip("lm_eval")
@@ -72,6 +73,30 @@ def test_loglikelihood(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(cut[0] - naive(lm, ids[1:][-WINDOW + 5 :], ids[:5])[0]) > 1e-6  # one token less of context is seen
     with pytest.raises(UserError, match="do not fit"):
         lm._loglikelihood_tokens([(None, ids[:1], ids[: WINDOW + 1])])
+
+
+def test_an_any_subset_decoder_scores_by_its_joint_density(monkeypatch: pytest.MonkeyPatch) -> None:
+    from eval.lm_model import DspecLM
+
+    lm = DspecLM(**{"target": "tiny", "target.dtype": "float64", "decoder": "any_subset"})
+    ids = lm.tokenizer("Tom has 4 apples and buys 3 more. He has 7 apples.")["input_ids"]
+    assert len(ids) < WINDOW
+
+    def joint(context: list[int], tokens: list[int]) -> float:
+        length = len(context) + len(tokens)
+        return float(joint_log_density(lm.target, [*context, *tokens], range(length), len(context)).sum())
+
+    ((value, _),) = lm._loglikelihood_tokens([(None, ids[:10], ids[10:])])
+    assert value == pytest.approx(joint(ids[:10], ids[10:]), abs=1e-9)
+    assert abs(value - naive(lm, ids[:10], ids[10:])[0]) > 1e-3
+    monkeypatch.setattr(lm.target.model.config, "max_position_embeddings", WINDOW)
+    ((value, _),) = lm._loglikelihood_tokens([(None, ids * 2, ids[:5])])
+    assert value == pytest.approx(joint((ids * 2)[-WINDOW + 5 :], ids[:5]), abs=1e-9)
+    with pytest.raises(UserError, match="do not fit"):
+        lm._loglikelihood_tokens([(None, ids[:1], (ids * 2)[:WINDOW])])
+    long = lm.tokenizer.decode(ids * 3)
+    ((total),) = lm.loglikelihood_rolling([request("loglikelihood_rolling", long)])
+    assert total < 0
 
 
 def test_is_greedy(lm: Any) -> None:

@@ -69,7 +69,7 @@ def test_every_decoder_has_a_marker_of_its_own(tmp_path: Path, monkeypatch: pyte
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.write_bytes(b"")))
     points = {"AR": (1.0, 0.6), **{f"d{i}": (2.0 + i, 0.5) for i in range(9)}}
-    plot_pareto(points, reference=(0.6, 0.5, 0.7), title="t", path=tmp_path / "p.png")
+    plot_pareto(points, reference=("AR", 0.6, 0.5, 0.7), title="t", path=tmp_path / "p.png")
     line, *drawn = figures[0].axes[0].get_lines()
     assert list(line.get_ydata()) == [0.6, 0.6]
     assert {str(p.get_label()): (p.get_xdata()[0], p.get_ydata()[0]) for p in drawn} == points
@@ -87,6 +87,6 @@ def test_runs_that_cannot_stand_in_one_picture(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             draw([a, odd], temperature=0.0, path=tmp_path / f"{name}.png")
     lone = run(tmp_path / "lone", row("new", "speculative", "x", 60, 0.5))
-    with pytest.raises(UserError, match="plain AR"):
+    with pytest.raises(UserError, match="one token per pass"):
         draw([lone], temperature=0.0, path=tmp_path / "lone.png")
     assert not list(tmp_path.glob("*.png"))

@@ -4,14 +4,16 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import Generation, Pass, Request
+from dspec.decoding.generation import Generation, Pass, Request, requests
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.state import State
@@ -28,6 +30,10 @@ from eval.speed.tables import cost_table, position_text, round_tables, speed_tab
 
 CPU = torch.device("cpu")
 SMALL = {"tokens": [1, 2, 5], "contexts": [3, 9], "repeats": 2, "seed": 0}
+
+
+def _greedy(prompts: Sequence[Sequence[int]], tokens: int) -> list[Request]:
+    return requests(prompts, seeds=[0] * len(prompts), sampling=GREEDY, max_new_tokens=tokens, stop_ids=())
 
 
 def sample(batch: int, tokens: int, seconds: float) -> Sample:
@@ -118,16 +124,7 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
             target=target, proposer=DraftProposer(draft, refinement_passes=2), sampling=toys.GREEDY
         ),
     }.items():
-        line = round_profile(
-            decoder.decoder,
-            texts,
-            sampling=GREEDY,
-            device=CPU,
-            batch_size=1,
-            max_new_tokens=12,
-            stop_ids=(),
-            seeds=[0] * 3,
-        )
+        line = round_profile(decoder.decoder, _greedy(texts, 12), device=CPU, batch_size=1)
         outer = [ms for path, ms in line["spans"].items() if "/" not in path]
         assert sum(outer) + line["between spans"] == pytest.approx(line["milliseconds"])
         assert min(*outer, line["between spans"], line["unsynchronised"]) > 0
@@ -138,16 +135,15 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
     drafted = {"draft", "draft LM head", "sequential head", "draft context", "bookkeeping"}
     assert drafted <= lines["on"]["spans"].keys() - lines["ar"]["spans"].keys()
     with pytest.raises(UserError, match="no round to profile"):
-        round_profile(
-            decoder.decoder,
-            texts,
-            sampling=GREEDY,
-            device=CPU,
-            batch_size=1,
-            max_new_tokens=1,
-            stop_ids=(),
-            seeds=[0] * 3,
-        )
+        round_profile(decoder.decoder, _greedy(texts, 1), device=CPU, batch_size=1)
+
+
+def test_filling_in_is_profiled_at_the_positions_asked_for(toys: SimpleNamespace) -> None:
+    """Positions are cut with the tokens where only the first token is wanted."""
+    target = toys.target()
+    holes = [replace(r, positions=[0, 3, 5, 1, 2, 4, 6]) for r in _greedy([[1, 2, 3], [4, 5, 6]], 4)]
+    config = AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0)
+    assert round_profile(AnySubset(target=target, config=config), holes, device=CPU, batch_size=2)["rounds"] == 2 * 3
 
 
 def test_rounds_are_profiled_at_the_batch_size_in_use(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +157,8 @@ def test_rounds_are_profiled_at_the_batch_size_in_use(toys: SimpleNamespace, mon
 
     monkeypatch.setattr(Autoregressive, "start", seen)
     line = round_profile(
-        Autoregressive(target=target), [[1], [2, 3], [4], [5], [6]], sampling=GREEDY, device=CPU, batch_size=2,
-        max_new_tokens=7, stop_ids=(), seeds=[0] * 5,
-    )  # fmt: skip
+        Autoregressive(target=target), _greedy([[1], [2, 3], [4], [5], [6]], 7), device=CPU, batch_size=2
+    )
     assert line["rounds"] == 5 * 6
     assert [size for size, new in batches if new == 1] == [2, 2, 1]
     assert {size for size, _ in batches} == {1, 2}

@@ -1,0 +1,162 @@
+"""Checks of a composed config that import nothing heavy: keys, missing parts, ranges. Types: dspec/config_types.py."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from dspec.errors import UserError
+from dspec.leaves import flat
+from dspec.old_names import check_config
+from dspec.recipes import CONF
+
+_KEYLESS = {"recipe", "page", "page_scale", "scale", "hardware", "hydra"}  # groups merged under other keys
+
+# Minima of integers, by a leaf's name or path: refused before torch is imported.
+_LEAST = {
+    "count": 1,
+    "batch_size": 1,
+    "max_new_tokens": 1,
+    "evaluation.warmup": 0,
+    "evaluation.generate_prompts": 0,
+    "data.validation": 0,
+    "accumulate_grad_batches": 1,
+    "num_anchors": 1,
+    "block_size": 1,
+    "num_layers": 1,
+    "row_length": 1,
+    "folds": 1,
+    "bins": 1,
+    "num_drafts": 1,
+    "num_orders": 1,
+    "max_ngram": 1,
+    "blocks": 1,
+    "pool_size": 0,
+    "candidates": 0,
+    "refinement_passes": 0,
+}
+
+
+def check(cfg: DictConfig, *, base: str) -> None:
+    """Raises UserError for a config of conf/<base>.yaml with an invalid key, part or value."""
+    config: Any = OmegaConf.to_container(cfg, resolve=False)
+    leaves = flat(config)
+    check_config(leaves)
+    _check_keys(config, base=base)
+    _check_nulls(config)
+    _check_own_values(config)
+    for path, value in leaves.items():
+        if value == "???" and "." in path:
+            raise UserError(f"{path} is not set: pass {path}=<value>")
+        if not path.startswith("search."):  # lists of such values
+            _check_range(path, value)
+    _check_copies(config.get("decoder") or {})
+
+
+def known_keys(base: str) -> set[str]:
+    """Top-level keys that a config composed from conf/<base>.yaml may have."""
+    return _keys(base) - _KEYLESS
+
+
+def _keys(base: str) -> set[str]:
+    """Top-level keys of conf/<base>.yaml and of the group-less configs in its defaults list."""
+    found: set[str] = set()
+    for key, value in (yaml.safe_load((CONF / f"{base}.yaml").read_text("utf-8")) or {}).items():
+        if key != "defaults":
+            found.add(key)
+            continue
+        for entry in value:
+            if isinstance(entry, dict):
+                found.add(next(iter(entry)).split()[-1].split("/")[0])
+            elif entry != "_self_":
+                found |= _keys(entry)
+    return found
+
+
+def _check_keys(config: Mapping[str, Any], *, base: str) -> None:
+    """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
+    known = known_keys(base)
+    if unknown := sorted(set(map(str, config)) - known - {"hydra"}):
+        raise UserError(
+            f"unknown key {', '.join(unknown)}{_nearest(unknown[0], known)}; the config has: {', '.join(sorted(known))}"
+        )
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(key, list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _check_nulls(config: Any) -> None:
+    """Raises UserError for a part that no run can do without, set to null."""
+    needed = ("method", "data", "optimizer", "trainer", "evaluation", "callbacks", "report", "policy", "judge", "speed")
+    if gone := [key for key in needed if key in config and config[key] is None]:
+        raise UserError(f"{gone[0]}=null: a run needs it; leave it out to keep the default")
+    if gone := [name for name, node in (config.get("decoder") or {}).items() if node is None]:
+        raise UserError(f"decoder.{gone[0]}=null: use decoder=[...] with the names of those to run")
+
+
+def _check_own_values(config: Any) -> None:
+    """Raises UserError for values that are no parameter of any constructor, and so have no annotation."""
+    seed, limit, label = config.get("seed", 0), config.get("limit"), config.get("label")
+    if seed is None:
+        raise UserError("seed=null: a run needs an integer seed, such as seed=0")
+    _check_least("seed", seed, 0)
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UserError(f"limit={limit} must be an integer of at least 1 (null: all)")
+    if label is not None and not isinstance(label, str):
+        raise UserError(f"label={label} must be a string: quote it, 'label=\"{label}\"'")
+    optimizer = config.get("optimizer") or {}
+    if "cycles" in optimizer:
+        _check_least("optimizer.cycles", optimizer["cycles"], 1)
+    if "warmup" in optimizer and not (_is_number(warmup := optimizer["warmup"]) and 0 <= warmup <= 1):
+        raise UserError(f"optimizer.warmup={warmup} is a fraction of all steps: it must be a number in [0, 1]")
+
+
+def _check_range(path: str, value: Any) -> None:
+    """Raises UserError for a number out of range; another type is left to the constructor's annotation."""
+    name = path.rpartition(".")[2]
+    if name == "seed" and _is_number(value):
+        _check_least(path, value, 0)
+        if value >= 2**32:
+            raise UserError(f"{path}={value} must be below 2**32")
+    elif name == "limit" and _is_number(value) and value < 1:
+        raise UserError(f"{path}={value} must be an integer of at least 1 (null: all)")
+    elif (name in _LEAST or path in _LEAST) and _is_number(value):
+        _check_least(path, value, _LEAST[name if name in _LEAST else path])
+    elif path == "trainer.max_steps" and _is_number(value) and (value == 0 or value < -1):
+        raise UserError(f"{path}={value} must be an integer of at least 1 (-1: run for trainer.max_epochs)")
+    elif name == "top_p" and _is_number(value) and not 0 < value <= 1:
+        raise UserError(f"{path}={value} must be above 0 and at most 1")
+    elif name == "temperatures":
+        _check_temperatures(path, value)
+
+
+def _check_least(path: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise UserError(f"{path}={value} must be an integer of at least {least}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _check_temperatures(path: str, value: Any) -> None:
+    numbers = value if isinstance(value, list) else []
+    if not numbers or not all(_is_number(t) and t >= 0 for t in numbers):
+        example = f"[{value}]" if isinstance(value, int | float) else "[0.0,1.0]"
+        raise UserError(f"{path}={value} must be a list of at least one temperature, 0 or above: {path}={example}")
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"{path}={value} has a duplicate temperature: list each once")
+
+
+def _check_copies(decoders: Mapping[str, Any]) -> None:
+    """Raises UserError for a decoder without the one whose settings it copies."""
+    for path, value in flat(dict(decoders)).items():
+        copied = re.fullmatch(r"\$\{decoder\.(\w+)\.\w+\}", str(value))
+        if copied and copied[1] not in decoders:
+            name = path.partition(".")[0]
+            raise UserError(f"{name} copies the settings of {copied[1]}: use decoder=[...,{name},{copied[1]}]")

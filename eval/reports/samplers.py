@@ -1,0 +1,199 @@
+"""Compares the decoders of one run, prompt by prompt: the sampler tables of AS-ARM (arXiv 2504.20456, tables 1, 5, 8).
+
+    python -m eval.samplers runs/eval/<time>       (folder of a finished run)
+
+Each measure's mean over prompts with its standard error, and, against the decoder's baseline on the same prompts, the
+mean difference with two paired tests: Student's t and Wilcoxon's signed ranks (scipy, .[infill]). Measures are the
+passes of each kind, seconds, and the benchmark's continuous scores. Writes samplers.json into the folder.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dspec.atomic import write_json
+from dspec.config import one_line_errors
+from dspec.decoding.generation import Generation
+from dspec.errors import UserError
+from eval.reports.report import Report
+from eval.reports.scores import mean_cell
+from eval.reports.table import aligned
+from eval.results import load
+from eval.rows import mean_and_error
+from eval.samples import Sample, read_samples
+
+BIASED = "~"  # suffix of a decoder that has not its baseline's distribution
+LEGEND = f"""\
+mean ± standard error over prompts; p: paired tests against the baseline on the
+same prompts, Student's t and Wilcoxon's signed ranks
+NFE: passes of the model: those that test drafts (oracle) and the others (draft:
+they draft, or give one token); aux: passes of another drafter, such as n-grams
+{BIASED}: not its baseline's distribution: biased, or lossy by a tolerance"""
+
+Entry = dict[str, Any]
+Values = dict[str, dict[str, float]]  # by measure and prompt id
+
+
+def passes(generation: Generation) -> dict[str, int]:
+    """Passes of the model, those of them that tested no draft or some, and those of another drafter."""
+    oracle = sum(p.kind != "draft" and p.drafted > 0 for p in generation.passes)
+    return {
+        "nfe": generation.nfe,
+        "nfe_draft": generation.nfe - oracle,
+        "nfe_oracle": oracle,
+        "nfe_aux": generation.draft_forwards,
+    }
+
+
+def measures(samples: Sequence[Sample]) -> Values:
+    """What one decoder's answers are compared by. The prompts of a batch share its seconds."""
+    sizes: dict[int, int] = {}
+    for s in samples:
+        sizes[s.batch] = sizes.get(s.batch, 0) + 1
+    values: Values = {}
+    for s in samples:
+        found = {**passes(s.generation), "seconds": s.seconds / sizes[s.batch], **s.scores}
+        for name, value in found.items():
+            values.setdefault(name, {})[s.id] = value
+    return values
+
+
+def compare(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample]) -> list[Entry]:
+    """One entry per row of results.json."""
+    by_row: dict[tuple[str, float, str], list[Sample]] = {}
+    for s in samples:
+        by_row.setdefault((s.benchmark, s.temperature, s.decoder), []).append(s)
+    found = {key: measures(answers) for key, answers in by_row.items()}
+    entries = []
+    for row in rows:
+        group = (row["benchmark"], row["decoder"]["temperature"])
+        values, baseline = found[*group, row["decoder"]["name"]], found[*group, row["baseline"]]
+        is_baseline = row["decoder"]["name"] == row["baseline"]
+        compared = {
+            name: mean_and_error(list(per_prompt.values()))
+            | ({} if is_baseline else {"paired": paired_tests(per_prompt, baseline.get(name, {}))})
+            for name, per_prompt in values.items()
+        }
+        named = {"benchmark": row["benchmark"], "temperature": group[1], "method": row["method"], "n": row["n"]}
+        decoder = {"decoder": row["decoder"], "baseline": row["baseline"], "lossless": row["lossless"]}
+        entries.append(named | decoder | {"measures": compared})
+    return entries
+
+
+def paired_tests(values: Mapping[str, float], baseline: Mapping[str, float]) -> Entry | None:
+    """The mean difference over the prompts that both have, and the p values of the paired t test and of Wilcoxon's
+    signed-rank test (two-sided; 1 where there is no difference at all); None for fewer than two prompts.
+
+    Raises UserError without scipy.
+    """
+    try:
+        from scipy.stats import ttest_rel, wilcoxon
+    except ImportError as error:
+        raise UserError("paired tests need scipy: pip install -e '.[infill]'") from error
+    pairs = [(value, baseline[id_]) for id_, value in values.items() if id_ in baseline]
+    if len(pairs) < 2:
+        return None
+    ours, theirs = zip(*pairs, strict=True)
+    differences = [a - b for a, b in pairs]
+    spread = len(set(differences)) > 1
+    t_p = float(ttest_rel(ours, theirs).pvalue) if spread else float(differences[0] == 0)
+    wilcoxon_p = float(wilcoxon(differences).pvalue) if any(differences) else 1.0
+    return {"difference": mean_and_error(differences)["mean"], "n": len(pairs), "t_p": t_p, "wilcoxon_p": wilcoxon_p}
+
+
+def show(entries: Sequence[Entry]) -> str:
+    """Passes and seconds, then each score, under a line for each benchmark and temperature."""
+    headers = ("sampler", "NFE", "draft", "oracle", "aux", "NFE %", "seconds", "time %")
+    cells = [
+        [
+            _method(e),
+            _mean(e, "nfe"),
+            *(f"{e['measures'][name]['mean']:.1f}" for name in ("nfe_draft", "nfe_oracle", "nfe_aux")),
+            _change(e, "nfe"),
+            _mean(e, "seconds"),
+            _change(e, "seconds"),
+        ]
+        for e in entries
+    ]
+    tables = [aligned(headers, cells, titles=[_title(e) for e in entries])]
+    groups = dict.fromkeys(_title(e) for e in entries)
+    lines, titles = [], []
+    for title in groups:
+        group = [e for e in entries if _title(e) == title]
+        for name in dict.fromkeys(name for e in group for name in e["measures"] if name not in _COUNTED):
+            for e in group:
+                lines.append([_method(e), _mean(e, name), *_tests(e, name)])
+                titles.append(f"{title}: {name}")
+    if lines:
+        tables.append(aligned(("sampler", "mean ± se", "difference", "t: p", "Wilcoxon: p"), lines, titles=titles))
+    return "\n\n".join([*tables, LEGEND])
+
+
+_COUNTED = ("nfe", "nfe_draft", "nfe_oracle", "nfe_aux", "seconds")
+
+
+def _title(entry: Entry) -> str:
+    return f"{entry['benchmark']}, T={entry['temperature']:g}, {entry['n']} prompts"
+
+
+def _method(entry: Entry) -> str:
+    return entry["method"] + ("" if entry["lossless"] else BIASED)
+
+
+def _mean(entry: Entry, name: str) -> str:
+    return mean_cell(entry["measures"].get(name))
+
+
+def _change(entry: Entry, name: str) -> str:
+    """In per cent of the baseline's mean."""
+    found = entry["measures"][name]
+    if not found.get("paired"):
+        return "–"
+    before = found["mean"] - found["paired"]["difference"]
+    return f"{100 * found['paired']['difference'] / before:+.1f}" if before else "–"
+
+
+def _tests(entry: Entry, name: str) -> tuple[str, str, str]:
+    paired = entry["measures"].get(name, {}).get("paired")
+    if not paired:
+        return "–", "–", "–"
+    return f"{paired['difference']:+.3f}", _p(paired["t_p"]), _p(paired["wilcoxon_p"])
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else "<0.001"
+
+
+def report(folder: Path) -> str:
+    """Writes samplers.json and returns the tables. Raises UserError for a folder that is no finished run's."""
+    results, path = load(folder), folder / "samples.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: decoders are compared prompt by prompt")
+    entries = compare(results["rows"], read_samples(path))
+    write_json(folder / "samplers.json", {"run": results["run"], "samplers": entries})
+    return show(entries)
+
+
+class SamplerReport(Report):
+    """A run's report, and then this comparison (report._target_ of a page in recipes/sweeps)."""
+
+    def __call__(
+        self, *, results: dict[str, Any], history: Sequence[dict[str, float]], run_dir: Path, logger: object = None
+    ) -> None:
+        super().__call__(results=results, history=history, run_dir=run_dir, logger=logger)
+        _print(f"\n{report(run_dir)}")
+
+
+def _print(text: str) -> None:
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m eval.samplers", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path, help="of a finished run")
+    args = parser.parse_args()
+    with one_line_errors():
+        _print(report(args.folder))

@@ -1,0 +1,143 @@
+"""The comparison of samplers: means, standard errors and paired tests against what scipy and a few lines say."""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from dspec.decoding.generation import Generation, Pass
+from dspec.errors import UserError
+from eval.reports.samplers import compare, measures, paired_tests, passes, report, show
+from eval.reports.scores import scores_table
+from eval.results import load
+from eval.rows import mean_and_error, score_means
+from eval.samples import Sample, read_samples
+
+SELF = [Pass("prefill", 1), Pass("verify", 2, drafted=4, accepted=1), Pass("decode", 1), Pass("verify", 1, drafted=2)]
+NGRAM = [Pass("draft"), Pass("prefill", 2, drafted=4, accepted=1), Pass("draft"), Pass("verify", 1, drafted=3)]
+PPL = {"any_subset": [10.0, 14.0, 12.5, 20.0, 9.0], "assd": [11.0, 13.0, 12.0, 26.0, 9.5]}
+
+
+def sample(decoder: str, i: int, passes: Sequence[Pass], *, batch: int | None = None, **scores: float) -> Sample:
+    return Sample(
+        benchmark="b", temperature=1.0, decoder=decoder, batch=i if batch is None else batch, id=f"b/{i}",
+        prompt_sha256="", text="", verdicts={}, generation=Generation([1, 2], passes=list(passes)),
+        seconds=1.0 + i, scores=scores,
+    )  # fmt: skip
+
+
+def row(decoder: str, *, lossless: bool = True) -> dict[str, Any]:
+    return {
+        "method": decoder, "decoder": {"name": decoder, "temperature": 1.0}, "baseline": "any_subset", "benchmark": "b",
+        "lossless": lossless, "n": 5,
+    }  # fmt: skip
+
+
+def samples() -> list[Sample]:
+    made = [sample("any_subset", i, [Pass("prefill", 1), *[Pass("decode", 1)] * 4], ppl=p) for i, p in enumerate(
+        PPL["any_subset"])]  # fmt: skip
+    return made + [sample("assd", i, SELF, ppl=p) for i, p in enumerate(PPL["assd"])]
+
+
+def test_passes_by_their_kind() -> None:
+    assert passes(Generation(passes=SELF)) == {"nfe": 4, "nfe_draft": 2, "nfe_oracle": 2, "nfe_aux": 0}
+    assert passes(Generation(passes=NGRAM)) == {"nfe": 2, "nfe_draft": 0, "nfe_oracle": 2, "nfe_aux": 2}
+
+
+def test_prompts_of_a_batch_share_its_seconds() -> None:
+    found = measures([sample("d", 3, SELF, batch=0), sample("d", 3, SELF, batch=1), sample("d", 3, NGRAM, batch=1)])
+    assert found["seconds"] == {"b/3": 2.0}  # the last of equal ids; 4 seconds for two prompts
+
+
+def test_means_errors_and_paired_tests() -> None:
+    sequential, assd = compare([row("any_subset"), row("assd")], samples())
+    got, a, b = assd["measures"]["ppl"], PPL["assd"], PPL["any_subset"]
+    assert got["mean"] == statistics.fmean(a)
+    assert got["se"] == pytest.approx(statistics.stdev(a) / 5**0.5)
+    assert got["paired"] == {
+        "difference": pytest.approx(statistics.fmean(a) - statistics.fmean(b)),
+        "n": 5,
+        "t_p": pytest.approx(stats.ttest_1samp([x - y for x, y in zip(a, b, strict=True)], 0).pvalue),
+        "wilcoxon_p": pytest.approx(stats.wilcoxon(a, b).pvalue),
+    }
+    assert got["paired"]["t_p"] < stats.ttest_ind(a, b).pvalue  # not paired it would be
+    assert assd["measures"]["nfe"]["paired"]["difference"] == -1
+    assert "paired" not in sequential["measures"]["ppl"]
+
+
+def test_pairs_go_by_prompt_not_by_place() -> None:
+    shuffled = dict(zip("cab", (3.0, 1.0, 2.0), strict=True))
+    assert paired_tests(shuffled, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 99.0}) == {
+        "difference": 0, "n": 3, "t_p": 1, "wilcoxon_p": 1,
+    }  # fmt: skip
+    assert paired_tests({"a": 2.0, "b": 3.0}, {"a": 1.0, "b": 2.0})["t_p"] == 0  # type: ignore[index]
+    assert paired_tests({"a": 2.0}, {"a": 1.0}) is None
+
+
+def test_scores_are_averaged_over_the_answers_that_have_them() -> None:
+    made = [sample("d", 0, SELF, x=1.0, y=5.0), sample("d", 1, SELF, x=4.0), sample("d", 2, SELF)]
+    assert score_means(made) == {
+        "x": {"mean": 2.5, "se": pytest.approx(1.5), "n": 2},
+        "y": {"mean": 5.0, "se": None, "n": 1},
+    }
+    assert mean_and_error([1.0, 2.0, 3.0])["se"] == pytest.approx(1 / 3**0.5)
+
+
+def test_biased_samplers_are_marked_and_lines_fit() -> None:
+    entries = compare([row("any_subset"), row("assd", lossless=False)], samples())
+    text = show(entries)
+    assert "assd~" in text
+    assert "any_subset~" not in text
+    assert "b, T=1, 5 prompts: ppl" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "-20.0" in text  # 4 passes instead of 5
+
+
+def test_the_report_reads_a_runs_folder(tmp_path: Path) -> None:
+    counts = dict.fromkeys(("tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed",
+                            "branch_forwards"), 1)  # fmt: skip
+    rows = [row(name) | counts for name in ("any_subset", "assd")]
+    run = {"seed": 0, "config": {}, "ar_check": {"trusted": None}, "complete": True}
+    (tmp_path / "results.json").write_text(json.dumps({"schema": 3, "run": run, "rows": rows, "calibration": None}))
+    assert [r["scores"] for r in load(tmp_path)["rows"]] == [{}, {}]  # written before there were scores
+    with pytest.raises(UserError, match=r"samples.jsonl is missing"):
+        report(tmp_path)
+    lines = [{"settings": {}}, *(s.to_row() for s in samples())]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "ppl" in report(tmp_path)
+    written = json.loads((tmp_path / "samplers.json").read_text())["samplers"]
+    assert [e["measures"]["nfe"]["mean"] for e in written] == [5, 4]
+
+
+def test_samples_keep_their_scores_and_old_ones_have_none(tmp_path: Path) -> None:
+    one = sample("d", 0, SELF, ppl=2.5)
+    assert Sample.from_row(json.loads(json.dumps(one.to_row()))).scores == {"ppl": 2.5}
+    old = one.to_row()
+    del old["scores"]
+    (tmp_path / "samples.jsonl").write_text('{"settings": {}}\n' + json.dumps(old) + "\n")
+    (found,) = read_samples(tmp_path / "samples.jsonl")
+    assert found.scores == {}
+
+
+def test_without_scipy_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(UserError, match=r"need scipy: pip install -e '.\[infill\]'"):
+        paired_tests({"a": 1.0}, {"a": 1.0})
+
+
+def test_scores_are_shown_beside_the_rows() -> None:
+    found = {"gen_ppl": {"mean": 1234.4, "se": 2.25, "n": 5}, "entropy": {"mean": 5.5, "se": None, "n": 1}}
+    rows = [{**row("assd"), "quality_name": None, "scores": found}, {**row("any_subset"), "scores": {}}]
+    assert scores_table(rows).splitlines() == [
+        "method      gen_ppl entropy",
+        "b, T=1, 5 prompts",
+        "  assd 1234 ± 2.250   5.500",
+        "",
+        "mean ± standard error over prompts",
+    ]
+    assert scores_table(rows[1:]) == ""

@@ -1,0 +1,71 @@
+"""The pages in recipes/sweeps compose, build what they name, and open as recipes must."""
+
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from dspec.config import CONF, ROOT, composed, instantiate, instantiate_decoders, register
+from eval.reports.samplers import SamplerReport
+
+PAGES = {path.stem: path for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml"))}
+DECODERS = ("samplers", "assd_drafts", "assd_tolerance", "assd_length")
+TRAINING = {
+    "as_arm_order": {"method.order": "sorted,random"},
+    "as_arm_rate": {"method.rate.low": "[0.15,0.90],[0.15,0.15]"},
+    "as_arm_warmup": {"method.rate.steps": "60,0"},
+}
+
+
+def test_every_page_is_tested_and_says_what_it_is() -> None:
+    assert PAGES.keys() >= {*DECODERS, *TRAINING, "jacobi_config"}
+    for name, path in PAGES.items():
+        head = [line for line in path.read_text().splitlines() if line.startswith("#")]
+        said = [line.split(":")[0] for line in head]
+        assert {"# Source", "# Command", "# Hardware", "# Expect"} <= set(said), name
+        assert f"recipe=sweeps/{name}" in "".join(head)
+
+
+def page(name: str) -> DictConfig:
+    return composed("eval", ["target=tiny", f"recipe=sweeps/{name}"])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_sweeps_over_decoders_build(name: str) -> None:
+    cfg = page(name)
+    specs = instantiate_decoders(cfg)
+    assert {spec.baseline for spec in specs.values()} == {"any_subset"}
+    assert next(iter(specs)) == "any_subset"
+    assert cfg.evaluation.temperatures == [1.0]
+    assert isinstance(instantiate(cfg.report), SamplerReport)
+
+
+def test_what_the_sweeps_vary() -> None:
+    drafts, tolerance = page("assd_drafts").decoder, page("assd_tolerance").decoder
+    assert [d.num_drafts for d in list(drafts.values())[1:]] == [2, 3, 4, 5, 6, 8, 10, 15, 20]
+    assert [d.tolerance for d in list(tolerance.values())[1:]] == [0, 1e-4, 1e-3, 1e-2, 5e-2, 1e-1]
+    assert [d.label for d in list(drafts.values())[1:3]] == ["k=2", "k=3"]
+    assert {d.tolerance for d in list(drafts.values())[1:]} == {0}
+    assert [b.length for b in page("assd_length").benchmark.values()] == [128, 256, 512, 640, 768, 896, 1024]
+    assert [b["count"] for b in page("samplers").benchmark.values()] == [520, 520]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_sweeps_over_training_compose(name: str) -> None:
+    """Each job is recipe=as_arm with one key changed."""
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        swept = compose("train", overrides=[f"recipe=sweeps/{name}"], return_hydra_config=True)
+        plain: Any = OmegaConf.to_container(compose("train", overrides=["recipe=as_arm"]), resolve=False)
+    assert swept.hydra.mode.name == "MULTIRUN"
+    assert swept.hydra.sweeper.params == TRAINING[name]
+    job: Any = {key: value for key, value in OmegaConf.to_container(swept, resolve=False).items() if key != "hydra"}  # type: ignore[union-attr]
+    assert job == plain
+    for key, values in TRAINING[name].items():
+        for value in yaml.safe_load(f"[{values}]"):
+            text = str(value).replace(" ", "")
+            assert OmegaConf.select(composed("train", [f"recipe=sweeps/{name}", f"{key}={text}"]), key) == value
