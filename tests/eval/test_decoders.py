@@ -212,7 +212,7 @@ def test_settings_of_lopas_table_5() -> None:
         ("lopa.cache=exact", "cache=exact"), ("lopa.confidence=max", "confidence=max"),
         ("lopa.window_attention=causal", "attention=causal"), ("diffusion.tokens_per_step=0", "at least one slot"),
         ("confidence_threshold.cache=prefixes", "cache=prefixes"), ("lopa.ranking=best", "ranking=best"),
-        ("jacobi.block_size=null", "jacobi.block_size=None"),
+        ("jacobi.block_size=null", "jacobi.block_size=null must be an integer"),
     ],
 )  # fmt: skip
 def test_bad_values_of_diffusion_decoders(said: str, words: str, toys: SimpleNamespace) -> None:
