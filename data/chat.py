@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from dspec.errors import UserError
+
 Message = dict[str, str]
 
 
@@ -24,7 +26,12 @@ class PromptPolicy:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, policy: PromptPolicy) -> list[int]:
-    """Token ids of one user turn, up to and including the generation prompt."""
+    """Token ids of one user turn, up to and including the generation prompt.
+
+    Raises UserError for a tokenizer without a chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError("the target has no chat template: use benchmarks of plain text, or an instruction-tuned one")
     messages: list[Message] = [{"role": "user", "content": text}]
     if policy.system is not None:
         messages.insert(0, {"role": "system", "content": policy.system})

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from data.trajectories import Trajectories
-from dspec.config import entry_point, instantiate
+from dspec.config.compose import entry_point, instantiate
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Trajectory
 

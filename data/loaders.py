@@ -15,6 +15,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from dspec.errors import UserError
 from dspec.seeding import epoch_seed
 
+Document = tuple[list[int], int]  # ids, and where the response starts
+
 
 @dataclass(frozen=True)
 class Share:

@@ -16,7 +16,7 @@ from dspec.errors import UserError
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TrainingPrompt:
     id: str
     text: str
     response: str | None = None  # the corpus's own response, if it has one
@@ -25,7 +25,7 @@ class Prompt:
 class PromptSource(Protocol):
     name: str
 
-    def prompts(self, split: str) -> list[Prompt]:
+    def prompts(self, split: str) -> list[TrainingPrompt]:
         """Prompts of "train" or "calibration", in a fixed order."""
         ...
 
@@ -40,17 +40,17 @@ class EmbeddedPrompts:
         self._counts = {"train": ("draft", train), "calibration": ("calibration", calibration)}
         self._seed = seed
 
-    def prompts(self, split: str) -> list[Prompt]:
+    def prompts(self, split: str) -> list[TrainingPrompt]:
         corpus_split, counts = self._counts[split]
         examples = corpus(counts=counts, split=corpus_split, seed=self._seed)
-        return [Prompt(e.id, e.prompt, e.response) for e in examples]
+        return [TrainingPrompt(e.id, e.prompt, e.response) for e in examples]
 
 
-def _split_by_id(prompts: list[Prompt], split: str, *, train: int, calibration: int) -> list[Prompt]:
+def _split_by_id(prompts: list[TrainingPrompt], split: str, *, train: int, calibration: int) -> list[TrainingPrompt]:
     """Every tenth id (by hash) belongs to calibration, the others to train; returns the first ones of the split."""
     calibrates = split == "calibration"
 
-    def belongs(prompt: Prompt) -> bool:
+    def belongs(prompt: TrainingPrompt) -> bool:
         return (int(hashlib.sha256(prompt.id.encode()).hexdigest(), 16) % 10 == 0) == calibrates
 
     return [p for p in prompts if belongs(p)][: calibration if calibrates else train]
@@ -64,9 +64,9 @@ class Gsm8kPrompts:
     def __init__(self, *, train: int, calibration: int) -> None:
         self._train, self._calibration = train, calibration
 
-    def prompts(self, split: str) -> list[Prompt]:
+    def prompts(self, split: str) -> list[TrainingPrompt]:
         rows = gsm8k_rows("train").rows
-        every = [Prompt(f"gsm8k/train/{i:05d}", row["question"], row["answer"]) for i, row in enumerate(rows)]
+        every = [TrainingPrompt(f"gsm8k/train/{i:05d}", row["question"], row["answer"]) for i, row in enumerate(rows)]
         return _split_by_id(every, split, train=self._train, calibration=self._calibration)
 
 
@@ -81,8 +81,8 @@ class JsonlPrompts:
         self._train, self._calibration = train, calibration
         self.name = self._path.name.split(".")[0]
 
-    def prompts(self, split: str) -> list[Prompt]:
-        every: list[Prompt] = []
+    def prompts(self, split: str) -> list[TrainingPrompt]:
+        every: list[TrainingPrompt] = []
         seen: Counter[str] = Counter()
         for number, row in read_jsonl(self._path):
             text = row.get("prompt")
@@ -90,7 +90,7 @@ class JsonlPrompts:
                 raise UserError(f'{self._path}, line {number}: no text under "prompt"; every row needs one')
             seen[text] += 1
             name = f"{self.name}/{hashlib.sha256(text.encode()).hexdigest()[:16]}/{seen[text]}"
-            every.append(Prompt(str(row.get("id", name)), text, row.get("response")))
+            every.append(TrainingPrompt(str(row.get("id", name)), text, row.get("response")))
         if len({p.id for p in every}) < len(every):
             raise UserError(f'{self._path}: an "id" occurs twice; make them unique or leave them out')
         return _split_by_id(every, split, train=self._train, calibration=self._calibration)

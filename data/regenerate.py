@@ -22,8 +22,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig
 
-from dspec.config import entry_point, instantiate
-from dspec.decoding.generation import requests
+from dspec.config.compose import entry_point, instantiate
+from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
@@ -43,7 +43,7 @@ class Response:
     stopped: bool
 
 
-def key(name: str, ids: Sequence[int]) -> Key:
+def response_key(name: str, ids: Sequence[int]) -> Key:
     return name, tuple(ids)
 
 
@@ -78,7 +78,7 @@ def read_responses(path: Path, settings: Mapping[str, Any]) -> dict[Key, Respons
         except (ValueError, KeyError, TypeError) as error:
             fix = "move the file away to generate again" if number == 1 else "delete that line and run again"
             raise UserError(f"{path}, line {number} is malformed ({error!r}); {fix}") from error
-        done[key(response.id, response.prompt_tokens)] = response
+        done[response_key(response.id, response.prompt_tokens)] = response
     return done
 
 
@@ -101,16 +101,16 @@ def regenerate(
     and the next run continues from there.
     """
     done = read_responses(path, settings)
-    if any(key(*prompt) not in done for prompt in prompts):
+    if any(response_key(*prompt) not in done for prompt in prompts):
         try:
             with _alone(path):
                 _drop_torn_batch(path)
                 done = read_responses(path, settings)
-                missing = batches_of([p for p in prompts if key(*p) not in done], batch_size)
+                missing = batches_of([p for p in prompts if response_key(*p) not in done], batch_size)
                 _generate(path, settings, missing, done, decoder, sampling, stop_ids, max_new_tokens, seed, describe)
         except OSError as error:
             raise UserError(f"cannot write {path} ({error.strerror}); free space and run again to continue") from error
-    return [done[key(*prompt)] for prompt in prompts]
+    return [done[response_key(*prompt)] for prompt in prompts]
 
 
 @contextmanager
@@ -167,26 +167,25 @@ def _generate(
         if file.tell() == 0:
             file.write(json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
         for batch in with_progress("responses by the target", batches):
-            asked = requests(
+            requests = make_requests(
                 [ids for _, ids in batch],
                 seeds=[prompt_seed(seed, name) for name, _ in batch],
                 sampling=sampling,
                 max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids,
             )
-            generations = decode(decoder, asked)
+            generations = decode(decoder, requests)
             for i, ((name, ids), generation) in enumerate(zip(batch, generations, strict=True), 1):
                 response = Response(name, ids, generation.tokens, generation.stopped)
                 row = vars(response) | {"left": len(batch) - i, "text": describe(generation.tokens)}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                done[key(name, ids)] = response
+                done[response_key(name, ids)] = response
             file.flush()
             os.fsync(file.fileno())
 
 
 def _task(cfg: DictConfig) -> None:
-    target = instantiate(cfg.target)
-    module = instantiate(cfg.data, target=target)
+    module = instantiate(cfg.data, target=instantiate(cfg.target))
     responses = module.responses()
     tokens = sum(len(r.tokens) for r in responses)
     print(f"{len(responses)} responses, {tokens} tokens: {module.responses_path}")

@@ -24,12 +24,12 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy
+from data.conversations import Conversations, Regeneration
 from data.loaders import held_out, shuffled
-from data.module import Conversations, Regeneration
 from data.prompts import PromptSource
-from data.regenerate import Key, batches_of, key, settings_key
+from data.regenerate import Key, Response, batches_of, response_key, settings_key
 from dspec.atomic import atomic_file, write_json
-from dspec.decoding.generation import requests
+from dspec.decoding.generation import make_requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import decode
@@ -37,7 +37,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.state import State
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Trajectory, pack_trajectories, trajectory_batch
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, causal
 from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
 
@@ -48,14 +48,14 @@ def trace(
     decoder: Jacobi, prompts: Prompts, *, sampling: Sampling, max_new_tokens: int, stop_ids: Sequence[int], seed: int
 ) -> list[Trajectory]:
     """Decodes a batch and records every state of each block, cut at the response's end."""
-    asked = requests(
+    requests = make_requests(
         [ids for _, ids in prompts],
         seeds=[prompt_seed(seed, name) for name, _ in prompts],
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         stop_ids=stop_ids,
     )
-    states: dict[int, dict[int, list[list[int]]]] = {id(request): {} for request in asked}
+    states: dict[int, dict[int, list[list[int]]]] = {id(request): {} for request in requests}
 
     def observe(state: State) -> None:
         for row, blocks in zip(state.rows, state.parts[BLOCKS], strict=True):
@@ -63,7 +63,7 @@ def trace(
                 active = blocks.opened - 1  # one block is in flight
                 states[id(row.request)].setdefault(active, []).append(blocks.block(active))
 
-    generations = decode(decoder, asked, observe=observe)
+    generations = decode(decoder, requests, observe=observe)
     n = decoder.config.block_size
     trajectories = []
     for (_, ids), observed, generation in zip(prompts, states.values(), generations, strict=True):
@@ -103,7 +103,7 @@ def read_shard(path: Path, *, block_size: int) -> dict[Key, Trajectory]:
         trajectories = _cut(tensors, block_size)
     except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
         raise UserError(f"{path} cannot be read ({error}); delete it and run again") from error
-    return {key(name, s.prompt_P.tolist()): s for name, s in zip(names, trajectories, strict=True)}
+    return {response_key(name, s.prompt_P.tolist()): s for name, s in zip(names, trajectories, strict=True)}
 
 
 def _cut(tensors: Mapping[str, Tensor], block_size: int) -> list[Trajectory]:
@@ -139,7 +139,7 @@ def collect(
         _check_settings(folder / "settings.json", settings)
         for path in sorted(folder.glob("*.safetensors")):
             done |= read_shard(path, block_size=n)
-        missing = [prompt for prompt in prompts if key(*prompt) not in done]
+        missing = [prompt for prompt in prompts if response_key(*prompt) not in done]
         for batch in with_progress("Jacobi trajectories of the target", batches_of(missing, batch_size)):
             path = folder / f"{settings_key({'prompts': batch})}.safetensors"
             traced = trace(
@@ -147,7 +147,7 @@ def collect(
             )
             write_shard(path, [name for name, _ in batch], traced)
             done |= read_shard(path, block_size=n)
-    return [done[key(*prompt)] for prompt in prompts]
+    return [done[response_key(*prompt)] for prompt in prompts]
 
 
 def _check_settings(path: Path, settings: Mapping[str, Any]) -> None:
@@ -199,6 +199,10 @@ class Trajectories(Conversations):
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"block_size": self.block_size}
 
+    def responses(self) -> list[Response]:
+        """Raises UserError: no run would read them, since a trajectory ends with its own response."""
+        raise UserError("this data trains on trajectories, not on plain responses: use python -m data.collect instead")
+
     @property
     def folder(self) -> Path:
         return self.cache_dir / "trajectories" / f"{self.source.name}-{settings_key(self.settings())}"
@@ -212,7 +216,7 @@ class Trajectories(Conversations):
             self.folder,
             self.settings(),
             self.encoded("train"),
-            Jacobi(target=self.target, config=config),
+            Jacobi(target=causal(self.target), config=config),
             sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dspec.errors import UserError
@@ -63,6 +63,14 @@ class Workspace:
 
     def logits(self, x_pD: Tensor, w_VD: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         return self.matmul(x_pD.to(self.dtype), self.weight(w_VD).T, out, add=add)
+
+
+def head_terms(head: nn.Linear, x_PD: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Terms of `chunked_sum` whose sum is head(x): a bias is the weight of a constant 1."""
+    terms = [(x_PD, head.weight)]
+    if head.bias is not None:
+        terms.append((x_PD.new_ones(len(x_PD), 1), head.bias[:, None]))
+    return terms
 
 
 # (workspace, logits [p, V], whether the gradient is needed, *the chunk's constants) -> losses [p], statistics [p, M]

@@ -8,7 +8,7 @@ The work is done in training/stages.py, imported after the config is checked: mi
 
 from omegaconf import DictConfig
 
-from dspec.config import entry_point
+from dspec.config.compose import entry_point
 
 
 def _task(cfg: DictConfig) -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dspec.atomic import write_json
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
 from dspec.errors import UserError
 from dspec.models.language_model import check_bfloat16
 from dspec.provenance import provenance

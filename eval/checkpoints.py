@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from dspec.config.old_names import renamed
 from dspec.errors import UserError
-from dspec.old_names import renamed
 
 
 def draft_folder(checkpoint: Path) -> Path | None:

@@ -2,7 +2,7 @@
 
 `weights` selects the model that decodes: the trained target, or its base before training. `base()` returns that base;
 it is loaded when its first decoder is built, so that no training run holds a second model, and shared by all decoders
-(instantiate_decoders in dspec/config.py).
+(instantiate_decoders in dspec/config/compose.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ from dspec.decoding.any_subset import AnySubsetConfig
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
 from dspec.errors import UserError
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
-Base = Callable[[], LanguageModel]
+Base = Callable[[], Backbone]
 Build = Callable[..., Decoder]
 
 
@@ -39,7 +39,7 @@ class DecoderSpec:
     of_base: bool = False
     needs_draft: bool = False
 
-    def check(self, *, target: LanguageModel, draft: Draft | None) -> None:
+    def check(self, *, target: Backbone, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
         if not self.of_base:
             self.build(target=target, draft=draft)
@@ -203,6 +203,6 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str =
     return DecoderSpec(label=label, build=build, baseline=f"base_{baseline}", infills=infills, of_base=True)
 
 
-def on_base(*, target: LanguageModel, base: Base, build: Build, **parts: Any) -> Decoder:
+def on_base(*, target: Backbone, base: Base, build: Build, **parts: Any) -> Decoder:
     """`build` on the base, in the trained target's dtype and on its device; without the target's drafter."""
     return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})

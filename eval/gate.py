@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import requests
+from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
+from dspec.models.language_model import LanguageModel, causal
 from eval.intervals import median_interval
 
 
-def timed(target: LanguageModel, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(target: Backbone, work: Callable[[], Any]) -> tuple[Any, float]:
     """The result of `work` and its seconds; synchronises CUDA."""
     _synchronise(target)
     start = time.perf_counter()
@@ -29,13 +30,13 @@ def timed(target: LanguageModel, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _synchronise(target: LanguageModel) -> None:
+def _synchronise(target: Backbone) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def against_generate(
-    target: LanguageModel,
+    target: Backbone,
     prompts: Sequence[list[int]],
     *,
     batch_size: int,
@@ -51,10 +52,11 @@ def against_generate(
     ratios: list[float] = []
     interval: list[float] | None = None
     if most:
+        model = causal(target)
         batches = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
-        _ratio(target, batches[0], max_new_tokens, stop_ids, ours_first=True)
+        _ratio(model, batches[0], max_new_tokens, stop_ids, ours_first=True)
         for number, batch in enumerate(itertools.islice(itertools.cycle(batches), most)):
-            ratios.append(_ratio(target, batch, max_new_tokens, stop_ids, ours_first=number % 2 == 0))
+            ratios.append(_ratio(model, batch, max_new_tokens, stop_ids, ours_first=number % 2 == 0))
             tick()
             interval = median_interval(ratios)
             if interval is not None and not interval[0] < floor <= interval[1]:
@@ -73,10 +75,12 @@ def against_generate(
 def _ratio(
     target: LanguageModel, batch: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], *, ours_first: bool
 ) -> float:
-    asked = requests(batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    requests = make_requests(
+        batch, seeds=[0] * len(batch), sampling=GREEDY, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+    )
 
     def ours() -> int:
-        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), asked))
+        return sum(len(g.tokens) for g in decode(Autoregressive(target=target), requests))
 
     def theirs() -> int:
         return _generate(target, batch, max_new_tokens, stop_ids)

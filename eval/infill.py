@@ -1,7 +1,8 @@
 """Fills the holes of a text with an any-subset model, several tokens per forward pass.
 
-    python -m eval.infill "The [MASK:4] sat on the mat" --model runs/as_arm/<time>/target
+    python -m eval.infill "The [MASK:4] sat on the mat"                          with the small model that ships
     python -m eval.infill "3 + 4 = [MASK:1].[MASK:5]" --task "Tom has 3 pens and buys 4. How many has he?"
+    python -m eval.infill "The [MASK:4] sat on the mat" --model runs/as_arm/<time>/target
 
 [MASK:n] stands for n tokens (how many is given, not found out); prints the text, and how many passes it took.
 """
@@ -12,12 +13,13 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import PromptPolicy, prompt_ids
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.models.language_model import load_language_model
+from dspec.models.backbone import Backbone
+from dspec.models.language_model import embedded_any_subset, load_language_model
 from dspec.terminal import quiet
 from eval.prompts import Prompt
 
@@ -49,10 +51,16 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
     return Prompt(ids=ids, max_new_tokens=len(holes), positions=[*seen, *holes], start=len(turn))
 
 
+def _model(folder: str | None) -> Backbone:
+    if folder is None:
+        return embedded_any_subset(dtype="float32", device="cpu")
+    return load_language_model(path=folder, name=folder, dtype="float32", device="cpu", mask_token_id=None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.infill", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("text", help="with [MASK:n] where n tokens are to be filled in")
-    parser.add_argument("--model", required=True, help="target/ of a run of recipe=as_arm")
+    parser.add_argument("--model", help="target/ of a run of recipe=as_arm (default: the small one that ships)")
     parser.add_argument("--task", help="a user turn that the text answers")
     parser.add_argument("--num-drafts", type=int, default=5, help="tokens drafted at a time (default: 5)")
     parser.add_argument("--draft", choices=("self", "ngram"), default="self", help="who drafts (default: self)")
@@ -61,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     with one_line_errors():
         quiet()
-        model = load_language_model(path=args.model, name=args.model, dtype="float32", device="cpu", mask_token_id=None)
+        model = _model(args.model)
         prompt = parse(model.tokenizer, args.text, task=args.task)
         config = AnySubsetConfig(num_drafts=args.num_drafts, draft=args.draft, bonus=True, tolerance=0.0)
         sampling = Sampling(temperature=args.temperature, top_p=1.0)

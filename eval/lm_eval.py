@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
 from dspec.errors import UserError
 
 TASKS = Path(__file__).resolve().parent / "tasks"

@@ -13,9 +13,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
-from dspec.config import composed, instantiate_decoders
-from dspec.decoding.generation import Generation
-from dspec.decoding.generation import requests as as_requests
+from dspec.config.compose import composed, instantiate_decoders
+from dspec.decoding.generation import Generation, make_requests
 from dspec.decoding.likelihood import Continuation, log_likelihoods, longest
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
@@ -135,7 +134,7 @@ class DspecLM(TemplateLM):
         prompts = [self.tok_encode(r.args[0]) for r in requests]
         if longest := max((n for p in prompts if (n := len(p)) > room), default=0):
             log.warning("a prompt of %d tokens is cut on the left to %d: the context is full", longest, room)
-        asked = as_requests(
+        asked = make_requests(
             [p[-room:] for p in prompts],
             seeds=seeds,
             sampling=self._sampling(wanted),

@@ -10,11 +10,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
-from dspec.config import check_decoders, instantiate, instantiate_decoders
-from dspec.config_types import check_types
+from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
+from dspec.config.run_folder import remember_command
+from dspec.config.types import check_types
 from dspec.decoding import factory
 from dspec.provenance import provenance
-from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
 from eval.decoders import DecoderSpec, only_diffusion
@@ -37,8 +37,8 @@ class EvaluationResult:
 
 
 def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir: Path) -> EvaluationResult:
-    """Runs the decoders of `cfg` on `benchmarks`, and plain AR unless all of them are those of diffusion LMs.
-    samples.jsonl and results.json grow in `run_dir`."""
+    """Runs the decoders of `cfg`, and plain AR unless all are those of diffusion LMs or all `benchmarks` have holes to
+    fill. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     check_types(cfg)

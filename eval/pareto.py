@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
 from dspec.errors import UserError
 from eval.intervals import wilson
 from eval.reports.plots import plot_pareto

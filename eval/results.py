@@ -16,8 +16,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dspec.config.old_names import renamed
 from dspec.errors import UserError
-from dspec.old_names import renamed
 
 SCHEMA = 3
 AR = "autoregressive"

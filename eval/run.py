@@ -4,9 +4,9 @@
     python -m eval.run checkpoint=runs/dspark/<time> decoder=speculative benchmark=[gsm8k,humaneval]
 
 Writes results.json (in the format of the main job), table.md, table.csv, samples.jsonl and plots to its run folder;
-plain AR is included unless all decoders are those of diffusion LMs. `resume=<folder>` continues after a kill, and
-`limit=` may then grow. Torch and transformers are imported after arguments and benchmarks are checked: mistakes in them
-are reported immediately.
+plain AR is included unless all decoders are those of diffusion LMs or all benchmarks have holes to fill.
+`resume=<folder>` continues after a kill, and `limit=` may then grow. Torch and transformers are imported after
+arguments and benchmarks are checked: mistakes in them are reported immediately.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dspec.config import entry_point, instantiate
+from dspec.config.compose import entry_point, instantiate
 from eval.checkpoints import check_arguments
 from eval.ranks import is_first, own_folder
 

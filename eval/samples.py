@@ -16,9 +16,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from dspec.config.leaves import flat
 from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
-from dspec.leaves import flat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from dspec.config import entry_point, instantiate
+from dspec.config.compose import entry_point, instantiate
 from dspec.errors import UserError
 from eval.benchmarks.likelihood import LikelihoodBenchmark
 from eval.checkpoints import check_arguments

@@ -16,17 +16,17 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from dspec.atomic import atomic_file, write_json
-from dspec.config import instantiate_decoders
-from dspec.config_types import check_types
+from dspec.config.compose import instantiate_decoders
+from dspec.config.run_folder import remember_command
+from dspec.config.types import check_types
 from dspec.decoding.any_subset import AnySubset
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass
 from dspec.decoding.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
 from dspec.provenance import fingerprint, provenance
-from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
 from eval.decoders import DecoderSpec
@@ -48,7 +48,7 @@ class Distribution:
     """What scores: a model, and how it is read."""
 
     label: str
-    model: LanguageModel
+    model: Backbone
     any_subset: bool
 
 
@@ -85,7 +85,7 @@ class Task:
     left_out: int  # questions that cannot be scored
 
 
-def task(model: LanguageModel, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
+def task(model: Backbone, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
     """Leaves out what cannot be scored, with a warning. Raises UserError if nothing is left."""
     texts = []
     unfit: list[str] = []

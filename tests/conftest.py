@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, XLNetConfig, XLNetLMHeadModel
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import Generation, Request, requests
+from dspec.decoding.generation import Generation, Request, make_requests
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder, decode
@@ -33,10 +33,12 @@ from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
+from dspec.models.backbone import Backbone
 from dspec.models.cache import PositionCache
-from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
+from dspec.models.xlnet import XLNet
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEADS = (None, "vanilla", "gated", "rnn")
@@ -71,7 +73,7 @@ def randomise(module: nn.Module, *, seed: int, scale: float) -> None:
     with torch.no_grad():
         for name, p in sorted(module.named_parameters()):
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
+            p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else scale * noise)
 
 
 def target(
@@ -102,6 +104,29 @@ def target(
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**geometry)).to(dtype)
     randomise(model, seed=seed, scale=scale)
     return LanguageModel(model, None, name=f"tiny-{family}", mask_token_id=vocab - 1)
+
+
+def xlnet(
+    *,
+    seed: int = 0,
+    vocab: int = 11,
+    layers: int = 3,
+    hidden: int = 16,
+    scale: float = 0.5,
+    dtype: torch.dtype = torch.float64,
+) -> XLNet:
+    """A random XLNet, whose queries come from one vector, so attention must be loud for their tokens to differ; its
+    last token id is the mask token."""
+    config = XLNetConfig(vocab_size=vocab, d_model=hidden, n_layer=layers, n_head=2, d_inner=hidden + 8)
+    model = XLNetLMHeadModel(config).to(dtype)
+    randomise(model, seed=seed, scale=scale)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(("rel_attn.o", "rel_attn.q", "rel_attn.r")):
+                p.mul_(4)
+            elif "bias" in name or "mask_emb" in name:
+                p.mul_(0.3)
+    return exact_positions(XLNet(model, None, name="tiny-xlnet", mask_token_id=vocab - 1))
 
 
 def draft(
@@ -139,7 +164,7 @@ def draft(
         for name, p in sorted(made.named_parameters()):
             if id(p) not in frozen:
                 noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                p.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
+                p.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else scale * noise)
     return made.eval()
 
 
@@ -196,8 +221,8 @@ class Bound:
         observe: Callable[[State], None] | None = None,
         **common: Any,
     ) -> list[Generation]:
-        asked = requests(prompts, seeds=seeds, sampling=self.sampling, **common)
-        return decode(self.decoder, asked, in_flight=in_flight, observe=observe)
+        requests = make_requests(prompts, seeds=seeds, sampling=self.sampling, **common)
+        return decode(self.decoder, requests, in_flight=in_flight, observe=observe)
 
     def settings(self) -> dict[str, Any]:
         return self.decoder.settings(self.sampling)
@@ -257,19 +282,45 @@ def infilling(
     return made
 
 
-@torch.no_grad()
-def conditional(
-    of: LanguageModel, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int
-) -> Tensor:
-    """Logits of an any-subset model for `place` given all of `tokens`, which are in order of generation: one query,
-    no cache, and a mask written out."""
-    n = len(tokens)
+def conditional(of: Backbone, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int) -> Tensor:
+    """Logits of an any-subset model for `place` given all of `tokens`, which are in order of generation: one query and
+    no cache. Of a causal LM by a mask written out, of an XLNet by transformers' own pass over the whole text."""
+    n, mask_token = len(tokens), torch.tensor([of.mask_token_id])
+    if isinstance(of, XLNet):
+        logits = two_stream_logits(of, tokens, positions, prompt=prompt, at=positions[place])
+        return logits.index_fill(-1, mask_token, -torch.inf)
     sees = torch.tensor([[k < max(prompt, q + 1) for k in range(n + 1)] for q in range(n + 1)])
     at = torch.tensor([[*positions[:n], positions[place]]])
     hidden = of(
         torch.tensor([[*tokens, of.mask_token_id]]), positions_BL=at, mask=lambda b, h, q, kv: sees[q, kv]
     ).hidden_BLD
-    return of.logits(hidden[0, -1]).index_fill(-1, torch.tensor([of.mask_token_id]), -torch.inf)
+    return of.logits(hidden[0, -1]).index_fill(-1, mask_token, -torch.inf)
+
+
+def two_stream_logits(of: XLNet, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, at: int) -> Tensor:
+    """XLNetLMHeadModel's logits for position `at`, by perm_mask and target_mapping."""
+    length, n = max(*positions, at) + 1, len(tokens)
+    ids = torch.tensor([position % of.vocab_size for position in range(length)])  # what stands in holes must not matter
+    ids[list(positions[:n])] = torch.tensor(list(tokens))
+    rank = torch.full(
+        (length,), n
+    )  # the prompt's tokens are 0, then in order of generation; holes see all known tokens
+    rank[list(positions[:n])] = (torch.arange(n) - prompt + 1).clamp(min=0)
+    forbidden = (rank[None] >= rank[:, None]) & ((rank[None] > 0) | (rank[:, None] > 0))
+    target = torch.nn.functional.one_hot(torch.tensor([[at]]), length)
+    return of.model(ids[None], perm_mask=forbidden[None].to(of.dtype), target_mapping=target.to(of.dtype)).logits[0, 0]
+
+
+def exact_positions(of: XLNet) -> XLNet:
+    """Lets transformers' own pass compute its position encodings in double: it rounds them to float32."""
+
+    def encoding(qlen: int, klen: int, bsz: int | None = None, device: Any = None) -> Tensor:
+        frequency = 10000 ** -(torch.arange(0, of.hidden_size, 2, dtype=torch.float64) / of.hidden_size)
+        angle = torch.arange(klen, -qlen, -1.0, dtype=torch.float64)[:, None] * frequency
+        return torch.cat([angle.sin(), angle.cos()], -1)[:, None].expand(-1, bsz or 1, -1)
+
+    of.model.transformer.relative_positional_encoding = encoding
+    return of
 
 
 def joined(decoder: Any, requests: Sequence[Request], steps: int) -> list[Row]:
@@ -391,7 +442,8 @@ class OracleProposer:
 def toys() -> SimpleNamespace:
     names = (
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
-        "finished joined Remembering Bound autoregressive speculative jacobi any_subset infilling conditional"
+        "finished joined Remembering Bound autoregressive speculative jacobi any_subset infilling conditional xlnet "
+        "two_stream_logits"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspec.config import ROOT, composed
+from dspec.config.compose import ROOT, composed
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]

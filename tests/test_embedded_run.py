@@ -19,7 +19,7 @@ import yaml
 from data.chat import PromptPolicy, prompt_ids
 from data.embedded.corpus import corpus
 from data.prompts import EmbeddedPrompts
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.decoding.generation import Generation
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sampling import Sampling

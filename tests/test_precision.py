@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from dspec.errors import UserError
-from dspec.jacobi_forcing.teachers import EMATeacher, Frozen
+from dspec.jacobi_forcing.teachers import EMATeacher, FrozenTeacher
 from dspec.method import Batch, Method
 from dspec.methods.ar_base import ARBase
 from dspec.models.language_model import LanguageModel, embedded_target, local_device
@@ -110,7 +110,7 @@ def test_strategies_that_shard_are_refused() -> None:
         check_trainer(trainer, _Mixed(torch.float32))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("teacher", [Frozen(), EMATeacher(decay=0.5)], ids=["frozen", "moving"])
+@pytest.mark.parametrize("teacher", [FrozenTeacher(), EMATeacher(decay=0.5)], ids=["frozen", "moving"])
 def test_what_teachers_and_interpolation_keep_of_a_bfloat16_target_is_float32(
     toys: SimpleNamespace, teacher: Any
 ) -> None:

@@ -15,9 +15,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dspec.config import CONF, ROOT, VARIANTS, instantiate, register
+from dspec.config.compose import CONF, ROOT, VARIANTS, instantiate, register
+from dspec.config.recipes import variants
+from dspec.config.types import check_types
 from dspec.models.language_model import embedded_target
-from dspec.recipes import variants
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 COMPOSED = ROOT / "recipes" / "composed"
@@ -54,7 +55,15 @@ def test_composed_config_is_the_reviewed_one(recipe: str) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "most"),
-    [("dspark", 8), ("dflash", 8), ("jacobi_forcing", 10), ("cllm", 10), ("ar_base", 8), ("as_arm", 9)],
+    [
+        ("dspark", 8),
+        ("dflash", 8),
+        ("jacobi_forcing", 10),
+        ("cllm", 10),
+        ("ar_base", 8),
+        ("as_arm", 9),
+        ("as_arm_text", 9),
+    ],
 )
 def test_a_recipe_is_composed_from_few_files(recipe: str, most: int) -> None:
     found = files(f"recipe={recipe}")
@@ -70,12 +79,15 @@ def leaves(node: Any, path: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_page_alone_shows_every_number_of_its_run(recipe: str) -> None:
-    """But for those of what users swap (target, benchmark, decoder, schedule) and of the instruments."""
+    """But for those of what users swap (target, schedule, a benchmark that follows the data) and of the instruments."""
     page, whole = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text()), plain(recipe)
     cfg = leaves({key: whole[key] for key in ("method", "draft", "data", "optimizer", "calibration")})
     sizes = "accelerator precision max_steps accumulate_grad_batches gradient_clip_val val_check_interval".split()
     cfg |= leaves({"trainer": {key: whole["trainer"][key] for key in sizes}})
     cfg |= leaves({"evaluation": {key: whole["evaluation"][key] for key in ("temperatures", "top_p", "batch_size")}})
+    cfg |= leaves({"decoder": whole["decoder"]})
+    if any("override /benchmark" in entry for entry in page["defaults"]):
+        cfg |= {k: v for k, v in leaves({"benchmark": whole["benchmark"]}).items() if ".judge." not in k}
     shown = leaves(page)
     numbers = {k: v for k, v in cfg.items() if not k.startswith("method.schedule") and not str(v).startswith("${")}
     numbers = {k: v for k, v in numbers.items() if isinstance(v, int | float | list) and not isinstance(v, bool)}
@@ -85,13 +97,38 @@ def test_the_page_alone_shows_every_number_of_its_run(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_number_lives_once(recipe: str) -> None:
-    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label)."""
+    """What a page sets stands in no other file that its run is composed from (but as ???, or as another label). Files
+    of decoders and benchmarks, which eval.run uses without a page, have the same values as the pages."""
     page = leaves(yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text()))
     for path in files(f"recipe={recipe}") - {ROOT / "recipes" / f"{recipe}.yaml", VARIANTS}:
         group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
         where = {"conf": "", "decoder": f"decoder.{path.stem}"}.get(path.parent.name, group)
-        other = {k for k, v in leaves(yaml.safe_load(path.read_text()), where).items() if v != "???"}
-        assert {key for key in page.keys() & other if key != "defaults" and not key.endswith("label")} == set(), path
+        other = {k: v for k, v in leaves(yaml.safe_load(path.read_text()), where).items() if v != "???"}
+        twice = {key for key in page.keys() & other.keys() if key != "defaults" and not key.endswith("label")}
+        assert {key for key in twice if not key.startswith(("decoder.", "benchmark."))} == set(), path
+        assert {key: page[key] for key in twice} == {key: other[key] for key in twice}, path
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_page_sets_arrives(recipe: str) -> None:
+    """Numbers for a decoder that the page does not choose would be dropped."""
+    page = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+    body = {key: value for key, value in leaves(page).items() if not key.startswith(("defaults", "pretrained."))}
+    found = leaves(plain(recipe))
+    assert {key: found.get(key) for key in body} == body
+
+
+def test_pages_numbers_go_with_their_own_decoders_and_benchmarks() -> None:
+    """Other choices bring no remains of them: as in benchmark=gsm8k on the page of AS-ARM."""
+    few = composed("jacobi_forcing", "decoder=[autoregressive,jacobi]")
+    assert set(few.decoder) == {"autoregressive", "jacobi"}
+    assert few.decoder.autoregressive.label == f"{few.label}, AR"  # the weights' name, however it is chosen
+    assert few.decoder.jacobi.blocks == 2
+    few = composed("as_arm", "decoder=any_subset", "benchmark=gsm8k")
+    assert (set(few.decoder), set(few.benchmark)) == ({"any_subset"}, {"gsm8k"})
+    more = composed("as_arm", "decoder.assd.num_drafts=8", "benchmark.filled_problems.hidden=0.6")
+    assert (more.decoder.assd.num_drafts, more.benchmark.filled_problems.hidden) == (8, 0.6)
+    assert more.decoder.assd_ngram.num_drafts == 5
 
 
 def test_no_recipe_is_dspark() -> None:
@@ -174,6 +211,14 @@ def test_hardware_goes_before_page_and_data(hardware: str) -> None:
         assert (trainer.accelerator, trainer.precision) == wanted
 
 
+@pytest.mark.parametrize("recipe", ["dspark", "ar_base"])
+def test_hardware_gpu_is_the_targets_too_unless_the_command_line_says_otherwise(recipe: str) -> None:
+    cfg = composed(recipe, "hardware=gpu")
+    assert (cfg.trainer.accelerator, cfg.target.device) == ("cuda", "cuda")
+    check_types(cfg.target)  # each target takes a device
+    assert composed(recipe, "hardware=gpu", "target.device=cpu").target.device == "cpu"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["schedule", "teacher", "tuning"])
 def test_parts_of_jacobi_forcing_are_swapped_whole(group: str) -> None:
@@ -231,6 +276,24 @@ def test_jacobi_decoders_have_the_papers_settings_and_their_own() -> None:
     }  # fmt: skip
     labels = OmegaConf.to_container(cfg.decoder, resolve=False)
     assert len({labels[name]["label"] for name in names}) == 4  # type: ignore[call-overload,index]
+
+
+@pytest.mark.parametrize("recipe", ["as_arm", "as_arm_text"])
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [("tiny", "LanguageModel"), ("tiny_fresh", "LanguageModel"), ("xlnet_tiny", "XLNet"), ("xlnet", None)],
+)
+def test_as_arm_begins_with_any_backbone(recipe: str, target: str, model: str | None) -> None:
+    """The ablation of initialisation: the AR base, its shape from scratch, a fresh XLNet, the pretrained one."""
+    cfg = composed(recipe, f"target={target}")
+    if model is None:
+        assert cfg.target.path == "xlnet/xlnet-base-cased"
+        return
+    made = instantiate(cfg.target)
+    assert type(made).__name__ == model
+    assert made.mask_token_id == made.tokenizer.mask_token_id
+    assert made.tokenizer.get_vocab() == embedded_target(dtype="float32", device="cpu").tokenizer.get_vocab()
+    assert [p for p in instantiate(cfg.method, target=made).parameters() if p.requires_grad]
 
 
 def test_dspark_and_dflash_differ_only_in_what_makes_dspark() -> None:

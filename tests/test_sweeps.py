@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from dspec.config import CONF, ROOT, composed, instantiate, instantiate_decoders, register
+from dspec.config.compose import CONF, ROOT, composed, instantiate, instantiate_decoders, register
 from eval.reports.samplers import SamplerReport
 
 PAGES = {path.stem: path for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml"))}

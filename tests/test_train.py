@@ -31,7 +31,7 @@ def test_leaves_results_plots_and_a_drafter(dspark_run: Path) -> None:
             assert 1 <= row["tau"] <= 8
             assert len(row["acceptance"]["conditional"]) == 7
         assert (row["mismatches"] is None) == (row["decoder"]["temperature"] > 0)
-    assert {row["method"] for row in rows} == {"AR", "dspark"}
+    assert {row["method"] for row in rows} == {"AR", "DSpark"}
     assert len(results["calibration"]["temperatures"]) == 7
     names = {path.name for path in (dspark_run / "plots").iterdir()}
     assert {"loss.png", "acceptance_T0.png", "acceptance_T1.png", "reliability.png"} == names

@@ -36,7 +36,7 @@ def split_of(signature: str) -> str:
 
 
 def generate(*, task: str, split: str, count: int, seed: int, unseen: bool = False) -> list[Example]:
-    """``count`` examples with distinct prompts; a smaller count gives a prefix of a larger one."""
+    """`count` examples with distinct prompts; a smaller count gives a prefix of a larger one."""
     if task not in _SAMPLERS or split not in SPLITS:
         raise ValueError(f"task must be one of {tuple(_SAMPLERS)} and split of {SPLITS}; got {task!r}, {split!r}")
     if unseen and split != "test":
@@ -58,7 +58,7 @@ def generate(*, task: str, split: str, count: int, seed: int, unseen: bool = Fal
 
 
 def corpus(*, counts: Mapping[str, int], split: str, seed: int) -> list[Example]:
-    """The seen templates of each task in ``counts``, shuffled together."""
+    """The seen templates of each task in `counts`, shuffled together."""
     examples = [
         example
         for task, count in counts.items()

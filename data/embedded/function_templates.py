@@ -26,7 +26,7 @@ CHANGES = (
 
 @dataclass(frozen=True)
 class Template:
-    """One kind of function of one argument; ``constants`` are ranges (``k:2-30``) or pools (``c:word``)."""
+    """One kind of function of one argument; `constants` are ranges (`k:2-30`) or pools (`c:word`)."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class Template:
 
 
 def _collect(item: str, test: str = "") -> tuple[str, ...]:
-    """Bodies that build a list of ``item``: a comprehension and the loop that spells it out."""
+    """Bodies that build a list of `item`: a comprehension and the loop that spells it out."""
     clause = f" if {test}" if test else ""
     lines = [f"if {test}:", f"    out.append({item})"] if test else [f"out.append({item})"]
     loop = "".join(f"    {line}\n" for line in lines)
@@ -48,7 +48,7 @@ def _collect(item: str, test: str = "") -> tuple[str, ...]:
 
 
 def _add(name: str, item: str, test: str = "") -> str:
-    """The body that adds ``item`` up in a loop."""
+    """The body that adds `item` up in a loop."""
     line = f"    if {test}:\n        {name} += {item}" if test else f"    {name} += {item}"
     return f"{name} = 0\nfor {{e}} in {{arg}}:\n{line}\nreturn {name}"
 

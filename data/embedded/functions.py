@@ -1,7 +1,7 @@
 """Small Python functions: a signature with a docstring is the prompt, the body is the response.
 
 A template is data: docstring, equivalent bodies, ranges for its constants. Tests come from running the first body, so
-the bodies are the reference; ``tests/data`` checks that the others agree with it.
+the bodies are the reference; `tests/data/test_embedded.py` checks that the others agree with it.
 """
 
 import random
@@ -38,7 +38,7 @@ TERSE = 0.15  # fraction of bodies in one-line form, if they have one
 
 
 def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
-    """Draw one function, or None if ``accept`` rejects its signature (no template is held out here)."""
+    """Draws one function, or None if `accept` rejects its signature (no template is held out here)."""
     if unseen:
         raise ValueError("the functions have no unseen templates; use task='problems' with unseen=True")
     template = rng.choice(TEMPLATES)
@@ -106,7 +106,7 @@ def _inputs(kind: str, constants: dict[str, str], rng: random.Random) -> list[ob
 
 
 def _tests(source: str, name: str, inputs: list[object]) -> tuple[str, ...]:
-    """Asserts that hold for ``source``, one of our own bodies and therefore run in this process."""
+    """Asserts that hold for `source`, one of our own bodies and therefore run in this process."""
     space: dict[str, Callable[[object], object]] = {}
     exec(source, space)
     return tuple(f"assert {name}({value!r}) == {space[name](value)!r}" for value in inputs)

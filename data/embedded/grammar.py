@@ -1,4 +1,4 @@
-"""A tiny phrase grammar: ``[a|b|c]`` is a random choice (it nests), ``{slot}`` a named value."""
+"""A tiny phrase grammar: `[a|b|c]` is a random choice (it nests), `{slot}` a named value."""
 
 import random
 import re
@@ -24,7 +24,7 @@ Accept = Callable[[str], bool]
 
 
 def expand(text: str, slots: Mapping[str, object], rng: random.Random) -> str:
-    """Fill the slots of ``text``, then resolve every choice; slots may hold choices themselves."""
+    """Fills the slots of `text`, then resolves every choice; slots may hold choices themselves."""
     filled = text.format_map(slots)
     while "[" in filled:
         filled = _INNERMOST.sub(lambda found: rng.choice(found[1].split("|")), filled)
@@ -32,7 +32,7 @@ def expand(text: str, slots: Mapping[str, object], rng: random.Random) -> str:
 
 
 def capitalise(text: str) -> str:
-    """Upper-case the first letter and leave the rest (``str.capitalize`` lowers names)."""
+    """Upper-cases the first letter and leaves the rest (`str.capitalize` lowers names)."""
     return text[:1].upper() + text[1:]
 
 

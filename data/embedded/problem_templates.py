@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Template:
-    """One kind of problem; ``steps`` are (result, left-to-right expression, what it is)."""
+    """One kind of problem; `steps` are (result, left-to-right expression, what it is)."""
 
     name: str
     facts: tuple[str, ...]
@@ -19,7 +19,7 @@ _N = "[the number of|the count of]"
 
 
 def _template(name: str, facts: str, ask: str, unit: str, numbers: str, *steps: tuple[str, str, str]) -> Template:
-    """Read ``facts`` one a line and ``numbers`` as ``a:2-40 b:3-9``."""
+    """Reads `facts` one a line and `numbers` as `a:2-40 b:3-9`."""
     ranges = {}
     for part in numbers.split():
         key, low, high = part.replace(":", "-").split("-")

@@ -1,4 +1,4 @@
-"""Word problems: facts, distractors and a question; the response writes out one operation a step.
+"""Word problems: facts, distractors and a question; the response writes out one operation per step.
 
 A template is data: sentences with choices, ranges for its numbers and a chain of steps. Ranges are sampled
 until every step gives a whole number in bounds, so no template needs code of its own.
@@ -13,7 +13,7 @@ from data.embedded.problem_templates import TEMPLATES, UNSEEN, Template
 
 @dataclass(frozen=True)
 class Person:
-    """A name with its pronouns, reachable from a slot as ``{A.he}``."""
+    """A name with its pronouns, reachable from a slot as `{A.he}`."""
 
     name: str
     he: str
@@ -83,7 +83,7 @@ _CLOSE = (
 
 
 def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
-    """Draw one problem, or None if its numbers do not work out or ``accept`` refuses its signature."""
+    """Draws one problem, or None if its numbers do not work out or `accept` refuses its signature."""
     template = rng.choice([entry for entry in TEMPLATES if (entry.name in UNSEEN) == unseen])
     given = {key: rng.randint(low, high) for key, (low, high) in template.numbers.items()}
     signature = f"problems/{template.name}/" + ",".join(f"{key}={value}" for key, value in given.items())
@@ -142,6 +142,6 @@ def _worked(template: Template, slots: dict[str, object], rng: random.Random) ->
 
 
 def _line(pattern: str, slots: dict[str, object], rng: random.Random) -> str:
-    """Fill the phrase first and its names second, as ``what`` and ``unit`` hold slots themselves."""
+    """Fills the phrase first and its names second, as `what` and `unit` hold slots themselves."""
     inner: dict[str, object] = {key: slots[key] for key in ("what", "unit", "sum", "value") if key in slots}
     return capitalise(tidy(expand(pattern.format_map(inner), slots, rng)))

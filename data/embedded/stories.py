@@ -54,7 +54,7 @@ ENDINGS = (
 
 
 def sample(rng: random.Random, accept: Accept, *, unseen: bool) -> RawExample | None:
-    """Draw one story, or None if ``accept`` refuses its pair of nouns (no template is held out here)."""
+    """Draws one story, or None if `accept` refuses its pair of nouns (no template is held out here)."""
     if unseen:
         raise ValueError("the stories have no unseen templates; use task='problems' with unseen=True")
     hero, thing = rng.choice(HEROES), rng.choice(THINGS)

@@ -1,18 +1,20 @@
-"""A fresh model of the embedded target's shape, with the tokenizer of the embedded corpus."""
+"""Fresh models, with the tokenizer of the embedded corpus: one of the embedded target's shape, and an XLNet."""
 
 from collections.abc import Mapping
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, XLNetConfig, XLNetLMHeadModel
 
 from data.embedded.corpus import corpus
 from data.embedded.tokenizer import build_tokenizer
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, embedded_tokenizer, local_device
+from dspec.models.xlnet import XLNet
 
 
 def fresh_target(
     *,
     dtype: str,
+    device: str,
     vocab_size: int,
     hidden_size: int,
     num_layers: int,
@@ -21,13 +23,13 @@ def fresh_target(
     head_dim: int,
     intermediate_size: int,
     max_positions: int,
-    corpus_counts: Mapping[str, int],
+    corpus_counts: Mapping[str, int] | None,
     seed: int,
 ) -> LanguageModel:
-    """Random weights from the global generator; the tokenizer is learned from the training corpus."""
-    examples = corpus(counts=corpus_counts, split="train", seed=seed)
-    texts = [text for e in examples for text in (e.prompt, e.response)]
-    tokenizer = build_tokenizer(texts, vocab_size=vocab_size)
+    """Random weights from the global generator, the same on every device; the tokenizer is learned from the training
+    corpus, or (None) the embedded target's. Raises UserError for a device that cannot be used here."""
+    place = local_device(device)
+    tokenizer = embedded_tokenizer() if corpus_counts is None else _learned(corpus_counts, vocab_size, seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -41,5 +43,35 @@ def fresh_target(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+    model = Qwen3ForCausalLM(config).to(place, getattr(torch, dtype))
     return LanguageModel(model, tokenizer, name="tiny")
+
+
+def _learned(counts: Mapping[str, int], vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+    examples = corpus(counts=counts, split="train", seed=seed)
+    return build_tokenizer([text for e in examples for text in (e.prompt, e.response)], vocab_size=vocab_size)
+
+
+def fresh_xlnet(
+    *,
+    name: str,
+    dtype: str,
+    device: str,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    intermediate_size: int,
+) -> XLNet:
+    """An XLNet with random weights from the global generator and the embedded target's tokenizer."""
+    tokenizer = embedded_tokenizer()
+    config = XLNetConfig(
+        vocab_size=len(tokenizer),
+        d_model=hidden_size,
+        n_layer=num_layers,
+        n_head=num_heads,
+        d_inner=intermediate_size,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = XLNetLMHeadModel(config).to(getattr(torch, dtype))
+    return XLNet(model.to(local_device(device)), tokenizer, name=name)

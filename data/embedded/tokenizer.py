@@ -23,7 +23,7 @@ _CHAT = (
 
 
 def build_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train on ``texts``; every byte is in the vocabulary, so any string round-trips."""
+    """Trains on `texts`; every byte is in the vocabulary, so any string round-trips."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -79,8 +79,8 @@ def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
     q of row b computes place start[b] + q and sees the places before limit[b, q], and its own. The limit of a prompt
     token is the prompt's end (prompt tokens see each other), that of a later token its own place; a position query,
     which holds no content, asks for the distribution of a token given the places before its limit: those before that
-    token's place (joint density) or before all tokens that are drafted together (parallel draft). Nobody sees a
-    position query but itself.
+    token's place (joint density) or before all tokens that are drafted together (parallel draft). Only the query itself
+    sees its slot.
 
     prompt c0 c1, tokens t2 t3, position queries   c0  1 1 . . . .      draft:  q2  1 1 1 .
     q2 q3 for the same two, start=0:               c1  1 1 . . . .              q3  1 1 . 1
@@ -150,6 +150,23 @@ def windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
         earlier = (block != PADDING) & (block <= block_BQ[b, q])
         cached = (place < 0) & (block_BQ[b, q] != PADDING)
         return cached | (place == q) | (place >= 0) & (place <= last) & earlier & same
+
+    return predicate
+
+
+def two_streams(limit_BQ: Tensor, start_B: Tensor, query_BQ: Tensor) -> Predicate:
+    """`any_subset` for XLNet, where a position query (`query_BQ`) has no key of its own: it does not see itself.
+
+    prompt c0 c1, tokens t2 t3, position queries   c0  1 1 . . . .
+    q2 q3 for the same two, start=0:               c1  1 1 . . . .
+                                                   t2  1 1 1 . . .
+                                                   t3  1 1 1 1 . .
+                                                   q2  1 1 . . . .
+                                                   q3  1 1 1 . . .
+    """
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < limit_BQ[b, q]) | (kv == start_B[b] + q) & ~query_BQ[b, q]
 
     return predicate
 

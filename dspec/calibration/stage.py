@@ -20,16 +20,16 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.decoding.generation import Generation, requests
+from dspec.decoding.generation import Generation, make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 from dspec.progress import with_progress
 from dspec.provenance import fingerprint
 from dspec.seeding import calibration_seed
@@ -103,13 +103,13 @@ class CalibrateSTS:
         """Stores the temperatures in the drafter's metadata and returns the report.
 
         `artefact` is a JSON file that caches the result; it is reused if weights, prompts and settings are the same.
-        Raises UserError if there are too few prompts or rounds.
+        Raises UserError if there are too few prompts or rounds, or the artefact is damaged.
         """
         self.check(draft)
         key = self._key(target, draft, prompts, stop_ids) if artefact is not None else None
         if artefact is not None and (cached := _cached(artefact, key)) is not None:
-            draft.metadata.calibration = Calibration.from_dict(cached["calibration"])
-            return dict(cached["report"])
+            draft.metadata.calibration, report = cached
+            return report
         report = self._fit(target, draft, prompts, stop_ids)
         if artefact is not None and draft.metadata.calibration is not None:
             write_json(artefact, {"key": key, "calibration": draft.metadata.calibration.to_dict(), "report": report})
@@ -131,7 +131,7 @@ class CalibrateSTS:
         batches = [list(prompts[i : i + self.batch_size]) for i in range(0, len(prompts), self.batch_size)]
         for batch in with_progress("calibration traces", batches):
             seeds = [calibration_seed(self.seed, len(generations) + i) for i in range(len(batch))]
-            batch_requests = requests(
+            batch_requests = make_requests(
                 batch, seeds=seeds, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop_ids=stop_ids
             )
             generations += decode(decoder, batch_requests)
@@ -168,12 +168,18 @@ class CalibrateSTS:
             )
 
 
-def _cached(path: Path, key: str | None) -> dict[str, Any] | None:
-    """The content of `path` if it was stored under the same key."""
+def _cached(path: Path, key: str | None) -> tuple[Calibration, dict[str, Any]] | None:
+    """The calibration and the report in `path` if they were stored under the same key. Raises UserError for a damaged
+    file."""
     if not path.is_file():
         return None
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return stored if stored["key"] == key else None
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["key"] != key:
+            return None
+        return Calibration.from_dict(stored["calibration"]), dict(stored["report"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): delete it to calibrate again") from error
 
 
 def gather(generations: Sequence[Generation]) -> tuple[Traces, torch.Tensor]:

@@ -80,9 +80,9 @@ class Traces:
         if group_N.shape != self.valid_N.shape:
             raise ValueError(f"group_N must have shape {list(self.valid_N.shape)}, got {_describe(group_N)}")
         groups, member_N = torch.unique(group_N, return_inverse=True)
-        start_N = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))[member_N]
+        rank_N = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))[member_N]
         edges = [round(len(groups) * sum(fractions[:i])) for i in range(len(fractions) + 1)]
-        rows = [((start_N >= low) & (start_N < high)).nonzero()[:, 0] for low, high in pairwise(edges)]
+        rows = [((rank_N >= low) & (rank_N < high)).nonzero()[:, 0] for low, high in pairwise(edges)]
         tensors = (self.logits_NK, self.accepted_N, self.valid_N)
         return [Traces(*(x[row.to(x.device)] for x in tensors)) for row in rows]
 

@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspec.attention import masks
 from dspec.decoding.generation import Generation, Kind, Pass, Request
 from dspec.decoding.loop import check_requests
 from dspec.decoding.ngram import Bigrams
-from dspec.decoding.sampling import Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
+from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
+from dspec.models.backbone import Backbone
 from dspec.models.cache import PositionCache
-from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
 DRAFTS = "drafts"  # the part of the state that holds each row's unverified Drafts
@@ -78,36 +78,38 @@ class RowQuery:
         return len(self.tokens) - self.start + len(self.queried)
 
 
-def query_logits(model: LanguageModel, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
+def query_logits(model: Backbone, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
     """Logits [B, Q, V] of the position queries, -inf for the mask token; undefined after a row's last query."""
     B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.queried) for row in rows))
     token_count_B = torch.tensor([len(row.tokens) - row.start for row in rows])
     ids, positions, limits = (torch.zeros(B, L, dtype=torch.long) for _ in range(3))
-    ids += (mask_token := _mask_token(model))
+    queries, mask_token = torch.zeros(B, L, dtype=torch.bool), _mask_token(model)
     for b, row in enumerate(rows):
         known = range(row.start, len(row.tokens))
         ids[b, : len(known)] = torch.tensor(row.tokens[row.start :])
         positions[b, : row.width] = torch.tensor([row.positions[place] for place in (*known, *row.queried)])
         # a prompt token sees the whole prompt, a generated token all places up to its own
         limits[b, : row.width] = torch.tensor([*(max(row.prompt, place + 1) for place in known), *row.limits])
-    starts, device = [row.start for row in rows], model.device
+        queries[b, len(known) : row.width] = True
+    device = model.device
     with span("target"):
-        output = model(
+        hidden_BLD = model.any_subset(
             ids.to(device),
             positions_BL=positions.to(device),
-            mask=masks.any_subset(limits.to(device), torch.tensor(starts, device=device)),
+            limit_BL=limits.to(device),
+            query_BL=queries.to(device),
             cache=cache,
-            start_B=starts if cache is not None else None,
+            start_B=[row.start for row in rows] if cache is not None else None,
         )
     with span("target LM head"):
         query_BQ = (token_count_B[:, None] + torch.arange(Q)).clamp(max=L - 1)
-        logits = model.logits(output.hidden_BLD[torch.arange(B)[:, None], query_BQ])
+        logits = model.logits(hidden_BLD[torch.arange(B)[:, None], query_BQ])
         logits[..., mask_token] = -torch.inf
     return logits
 
 
 @torch.inference_mode()
-def joint_log_density(model: LanguageModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
+def joint_log_density(model: Backbone, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
     """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
     [len(ids) - prompt_length]. `ids` and `positions` are by place. Raises UserError as decoding does."""
     if not 1 <= prompt_length < len(ids):
@@ -135,7 +137,7 @@ class AnySubset:
     """Sequential and speculative any-subset decoding of any batch. In one pass some rows may draft while the drafts of
     others are verified."""
 
-    def __init__(self, *, target: LanguageModel, config: AnySubsetConfig) -> None:
+    def __init__(self, *, target: Backbone, config: AnySubsetConfig) -> None:
         """Raises UserError for a model without a mask token."""
         _mask_token(target)
         self.target, self.config = target, config
@@ -313,7 +315,7 @@ def _positions(request: Request) -> Sequence[int]:
     return range(len(request.ids) + request.max_new_tokens) if request.positions is None else request.positions
 
 
-def _mask_token(model: LanguageModel) -> int:
+def _mask_token(model: Backbone) -> int:
     """Raises UserError for a model without one."""
     if model.mask_token_id is None or not 0 <= model.mask_token_id < model.vocab_size:
         raise UserError(
@@ -323,7 +325,7 @@ def _mask_token(model: LanguageModel) -> int:
     return model.mask_token_id
 
 
-def _check_positions(model: LanguageModel, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
+def _check_positions(model: Backbone, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
     """Raises UserError for positions that do not fit the tokens or the model; `i` is the request's index."""
     if len(positions) != len(ids) + holes:
         raise UserError(

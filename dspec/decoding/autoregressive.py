@@ -1,4 +1,5 @@
-"""Plain autoregressive decoding with a KV cache: one token per forward pass, the baseline of all speedups."""
+"""Plain autoregressive decoding with a KV cache: one token per forward pass, the baseline of speedups
+(of infilling: any-subset decoding)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dspec.decoding.block_state import Guess
-from dspec.decoding.diffusion import Flight, Packet
+from dspec.decoding.flight import Flight, Packet
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 

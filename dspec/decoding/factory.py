@@ -8,8 +8,9 @@ from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.block_state import BlockRules
 from dspec.decoding.branch_parallel import join_ranks
-from dspec.decoding.diffusion import COMMITTED, NONE, Alone, BlockDiffusion, DiffusionConfig, Placement
+from dspec.decoding.diffusion import COMMITTED, NONE, BlockDiffusion, DiffusionConfig
 from dspec.decoding.diffusion_pass import BLOCK_CAUSAL, FULL, PROBABILITY, Trained
+from dspec.decoding.flight import Alone, Placement
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.lookahead import Lookahead
@@ -19,18 +20,19 @@ from dspec.decoding.sigma_gpt import SigmaGPT
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, causal
 
 
-def autoregressive(*, target: LanguageModel, draft: Draft | None) -> Decoder:
+def autoregressive(*, target: Backbone, draft: Draft | None) -> Decoder:
     """Plain AR; the drafter is not used."""
-    return Autoregressive(target=target)
+    return Autoregressive(target=causal(target))
 
 
 def speculative(
     *,
-    target: LanguageModel,
+    target: Backbone,
     draft: Draft | None,
     sequential_head: bool,
     refinement_passes: int,
@@ -56,27 +58,27 @@ def speculative(
                 f"confidence_threshold={confidence_threshold} reads a confidence head, which this drafter does not have"
             )
         policy = ConfidenceThreshold(confidence_threshold, calibration=calibration)
-    return Speculative(target=target, proposer=proposer, policy=policy)
+    return Speculative(target=causal(target), proposer=proposer, policy=policy)
 
 
-def prompt_lookup(*, target: LanguageModel, draft: Draft | None, num_drafts: int, max_ngram: int) -> Decoder:
+def prompt_lookup(*, target: Backbone, draft: Draft | None, num_drafts: int, max_ngram: int) -> Decoder:
     """Drafts copied from the text so far; the drafter is not used."""
     device = torch.device(target.device)
     proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
-    return Speculative(target=target, proposer=proposer, policy=VerifyAll())
+    return Speculative(target=causal(target), proposer=proposer, policy=VerifyAll())
 
 
-def jacobi(*, target: LanguageModel, draft: Draft | None, config: JacobiConfig) -> Decoder:
+def jacobi(*, target: Backbone, draft: Draft | None, config: JacobiConfig) -> Decoder:
     """Jacobi decoding: several of the target's own tokens per pass; the drafter is not used."""
-    return Jacobi(target=target, config=config)
+    return Jacobi(target=causal(target), config=config)
 
 
-def any_subset(*, target: LanguageModel, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
+def any_subset(*, target: Backbone, draft: Draft | None, config: AnySubsetConfig) -> Decoder:
     """Any-subset decoding: the tokens at chosen positions, one or several per pass; the drafter is not used."""
     return AnySubset(target=target, config=config)
 
 
-def sigma_gpt(*, target: LanguageModel, draft: Draft | None, num_orders: int) -> Decoder:
+def sigma_gpt(*, target: Backbone, draft: Draft | None, num_orders: int) -> Decoder:
     """Rejection sampling in random orders, biased; the drafter is not used."""
     return SigmaGPT(target=target, num_orders=num_orders)
 
@@ -85,16 +87,16 @@ _NO_LOOKAHEAD = Lookahead(branches=0, confidence="mean", segment=1)
 
 
 def diffusion(
-    *, target: LanguageModel, draft: Draft | None, tokens_per_step: int, block_size: int | None, attention: str | None
+    *, target: Backbone, draft: Draft | None, tokens_per_step: int, block_size: int | None, attention: str | None
 ) -> Decoder:
     """A diffusion LM's `tokens_per_step` most confident tokens a pass, block after block."""
     rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=1.0, at_least=tokens_per_step)
-    return _block_by_block(target, rules, attention, NONE)
+    return _block_by_block(causal(target), rules, attention, NONE)
 
 
 def confidence_threshold(
     *,
-    target: LanguageModel,
+    target: Backbone,
     draft: Draft | None,
     threshold: float,
     block_size: int | None,
@@ -103,12 +105,12 @@ def confidence_threshold(
 ) -> Decoder:
     """All tokens more probable than the threshold, at least one a pass, block after block."""
     rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=threshold, at_least=1)
-    return _block_by_block(target, rules, attention, cache)
+    return _block_by_block(causal(target), rules, attention, cache)
 
 
 def d2f(
     *,
-    target: LanguageModel,
+    target: Backbone,
     draft: Draft | None,
     block_size: int | None,
     append: float,
@@ -117,12 +119,12 @@ def d2f(
 ) -> Decoder:
     """Several blocks at a time under block-causal attention, cached exactly."""
     rules = BlockRules(block_size=block_size, append=append, activate=activate, threshold=threshold, at_least=1)
-    return _block_diffusion(target, rules, BLOCK_CAUSAL, COMMITTED)
+    return _block_diffusion(causal(target), rules, BLOCK_CAUSAL, COMMITTED)
 
 
 def lopa(
     *,
-    target: LanguageModel,
+    target: Backbone,
     draft: Draft | None,
     block_size: int | None,
     append: float,
@@ -143,7 +145,7 @@ def lopa(
     placement: Placement = Alone()
     if rank_timeout is not None:
         placement = join_ranks(timeout_seconds=rank_timeout, device=torch.device(target.device))
-    return _block_diffusion(target, rules, window_attention, cache, lookahead, ranking, placement)
+    return _block_diffusion(causal(target), rules, window_attention, cache, lookahead, ranking, placement)
 
 
 def _block_by_block(target: LanguageModel, rules: BlockRules, attention: str | None, cache: str) -> Decoder:

@@ -33,7 +33,7 @@ class Request:
         return stop if text is None else text
 
 
-def requests(prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **common: Any) -> list[Request]:
+def make_requests(prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **common: Any) -> list[Request]:
     """One request per prompt with its own seed, all else in `common`. Raises UserError if the number of seeds is not
     that of the prompts."""
     if len(seeds) != len(prompts):

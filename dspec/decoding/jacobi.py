@@ -63,7 +63,7 @@ class Jacobi:
         blocks: PerRow[JacobiState] = state.parts[BLOCKS]
         with span("lookup"):
             drafts: list[list[list[int]]] = [
-                [[]] if row.done else one.drafts() for row, one in zip(state.rows, blocks, strict=True)
+                [[]] if row.done else row_blocks.drafts() for row, row_blocks in zip(state.rows, blocks, strict=True)
             ]
 
         # 2. verify: one pass over all of them
@@ -72,20 +72,22 @@ class Jacobi:
         # 3. commit the continuation with most accepted tokens; its keys and values move to their final cache indices
         moved: list[tuple[int, int, int]] = []
         with span("bookkeeping"):
-            for i, (row, one, tried, tokens) in enumerate(zip(state.rows, blocks, drafts, predicted, strict=True)):
+            for i, (row, row_blocks, continuations, tokens) in enumerate(
+                zip(state.rows, blocks, drafts, predicted, strict=True)
+            ):
                 if row.done:
                     row.generation.idle_positions += len(tokens)
                     continue
-                start, length = len(row.text) - 1, len(tried[0])
-                after_anchor = [tokens[1 + j * length : 1 + (j + 1) * length] for j in range(len(tried))]
+                start, length = len(row.text) - 1, len(continuations[0])
+                after_anchor = [tokens[1 + j * length : 1 + (j + 1) * length] for j in range(len(continuations))]
                 predictions = [tokens[:1] + rest for rest in after_anchor]
-                winner, accepted = one.advance(tried, predictions)
+                winner, accepted = row_blocks.advance(continuations, predictions)
                 row.commit_round(
-                    tried[winner],
+                    continuations[winner],
                     accepted,
                     predictions[winner][accepted],
                     positions=len(tokens),
-                    branches=len(tried),
+                    branches=len(continuations),
                 )
                 if winner:
                     first = start + 1

@@ -120,16 +120,19 @@ class JacobiState:
         The verified text grows by those tokens and the model's prediction after them; the remaining predictions for
         that continuation become the draft.
         """
+        # 1. the continuation that agrees longest wins
         accepted = [_agreeing(row, predicted) for row, predicted in zip(rows, predictions, strict=True)]
         count = max(accepted)
         winner = accepted.index(count)
         row, predicted = rows[winner], predictions[winner]
+        # 2. its agreeing tokens and the prediction after them are verified text; later predictions are the new draft
         newest = self.start + (self.opened - 1) * self.config.block_size
         before = len(self.text)
         self.text += predicted[: count + 1]
         ahead = predicted[count + 1 :]  # up to the position just past the newest block
         self._pool.add(predicted[count:])
         self.draft, ahead = ahead[:-1], ahead[-1:]
+        # 3. how many of the newest block's tokens the model agrees with decides whether another block opens
         if len(self.text) > newest:
             agreed = min(len(self.text), self._end) - newest
         else:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dspec.decoding.any_subset import RowQuery, query_logits
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
+from dspec.models.language_model import causal
 from dspec.precision import widest
 
 
@@ -40,11 +41,11 @@ class Likelihood:
 
 
 @torch.inference_mode()
-def log_likelihoods(model: LanguageModel, texts: Sequence[Continuation], *, any_subset: bool) -> list[Likelihood]:
+def log_likelihoods(model: Backbone, texts: Sequence[Continuation], *, any_subset: bool) -> list[Likelihood]:
     """The texts' likelihoods in one pass: the joint density of an `any_subset` model, or a causal model's.
 
-    Raises UserError for a text without context, with nothing to score or longer than the model's context, and for an
-    any-subset model without a mask token.
+    Raises UserError for a text without context, with nothing to score or longer than the model's context, for an
+    any-subset model without a mask token, and for the causal distribution of a model that has none.
     """
     for number, text in enumerate(texts):
         check_text(model, text, number, any_subset=any_subset)
@@ -57,12 +58,12 @@ def log_likelihoods(model: LanguageModel, texts: Sequence[Continuation], *, any_
     return found
 
 
-def longest(model: LanguageModel, *, any_subset: bool) -> int:
+def longest(model: Backbone, *, any_subset: bool) -> int:
     """Tokens of the longest text that can be scored: a causal model does not read the last one."""
     return model.max_positions if any_subset else model.max_positions + 1
 
 
-def check_text(model: LanguageModel, text: Continuation, number: int, *, any_subset: bool) -> None:
+def check_text(model: Backbone, text: Continuation, number: int, *, any_subset: bool) -> None:
     """Raises UserError for a text, the `number`-th, that cannot be scored."""
     if not text.context:
         raise UserError(f"text {number} has no visible token: it is scored given at least one before it")
@@ -72,20 +73,20 @@ def check_text(model: LanguageModel, text: Continuation, number: int, *, any_sub
         raise UserError(f"text {number} has {length} tokens, the context of {model.name!r} {model.max_positions}")
 
 
-def _causal_logits(model: LanguageModel, texts: Sequence[Continuation]) -> list[Tensor]:
+def _causal_logits(model: Backbone, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text."""
     rows = [[*text.context, *text.tokens][:-1] for text in texts]  # no token depends on the last token
     ids_BL = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for b, row in enumerate(rows):
         ids_BL[b, : len(row)] = torch.tensor(row)
-    hidden_BLD = model(ids_BL.to(model.device)).hidden_BLD
+    hidden_BLD = causal(model)(ids_BL.to(model.device)).hidden_BLD
     return [
         model.logits(hidden_BLD[b, len(row) - len(text.tokens) : len(row)])
         for b, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
 
 
-def _any_subset_logits(model: LanguageModel, texts: Sequence[Continuation]) -> list[Tensor]:
+def _any_subset_logits(model: Backbone, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text, that of the mask token -inf."""
     rows = []
     for text in texts:

@@ -1,8 +1,8 @@
-"""Sampling: a token's distribution, drawing from it with given uniforms, and lossless verification of drafts.
+"""Sampling: a token's distribution, and drawing from it with given uniforms.
 
 All randomness comes as uniforms from one stream per row, so that a row draws the same alone and in any batch.
 Distributions are sorted and summed in chunks of rows to bound memory; each row's result depends on that row alone.
-Legend: B = rows, J = draft slots, V = vocabulary.
+Legend: B = rows, V = vocabulary.
 """
 
 import math
@@ -145,52 +145,3 @@ class Streams:
             one._refill(more._buffer.shape[1] - one._buffer.shape[1])
         self._generators += other._generators
         self._buffer = torch.cat([self._buffer, other._buffer])
-
-
-def verify_greedy(draft_BJ: Tensor, count_B: Tensor, logits_BJV: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted prefix length [B] and the token after it [B]: drafts must equal the target's argmax.
-
-    `logits_BJV` has J + 1 positions: the target's logits for each draft slot and for the bonus token.
-    """
-    best = logits_BJV.argmax(-1)
-    slots = torch.arange(draft_BJ.shape[1], device=draft_BJ.device)
-    ok = (draft_BJ == best[:, :-1]) & (slots < count_B[:, None])
-    accepted = ok.long().cumprod(1).sum(1)
-    return accepted, best.gather(1, accepted[:, None]).squeeze(1)
-
-
-def verify_sampled(
-    draft_BJ: Tensor,
-    count_B: Tensor,
-    draft_probs_BJV: Tensor | None,
-    target_probs_BJV: Tensor,
-    uniform_BJ: Tensor,
-    uniform_B: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
-
-    Preserves the target's distribution (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means
-    that the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
-    """
-    B, J = draft_BJ.shape
-    p_x = target_probs_BJV[:, :-1].gather(-1, draft_BJ[..., None]).squeeze(-1)
-    q_x = torch.ones_like(p_x)
-    if draft_probs_BJV is not None:
-        q_x = draft_probs_BJV.gather(-1, draft_BJ[..., None]).squeeze(-1)
-    slots = torch.arange(J, device=draft_BJ.device)
-    ok = (uniform_BJ * q_x < p_x) & (slots < count_B[:, None])
-    accepted = ok.long().cumprod(1).sum(1)
-    rows = torch.arange(B, device=draft_BJ.device)
-    probs = target_probs_BJV[rows, accepted]
-    rejected = accepted < count_B
-    if J:
-        slot = accepted.clamp(max=J - 1)
-        if draft_probs_BJV is None:  # q is one at the drafted token, so only that token loses weight
-            excess, token = probs.clone(), draft_BJ[rows, slot]
-            excess[rows, token] = (probs[rows, token] - 1).clamp(min=0)
-        else:
-            excess = (probs - draft_probs_BJV[rows, slot]).clamp(min=0)
-        residual = torch.where(rejected[:, None], excess, probs)
-        # the residual is empty only if p = q up to rounding: a rejection had probability zero, so draw from p
-        probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
-    return accepted, draw(probs, uniform_B)

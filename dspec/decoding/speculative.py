@@ -16,9 +16,9 @@ from torch import Tensor
 from dspec.decoding.generation import Pass, Request
 from dspec.decoding.loop import check_requests, prefill
 from dspec.decoding.proposers import Proposal, Proposer
-from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks, verify_greedy, verify_sampled
+from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks
 from dspec.decoding.state import State
-from dspec.decoding.verification import VerificationPolicy
+from dspec.decoding.verification import VerificationPolicy, verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span

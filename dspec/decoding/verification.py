@@ -1,4 +1,8 @@
-"""How much of each draft is verified: all of it, or the leading slots in which the drafter is confident."""
+"""Lossless verification of drafts, and how much of each draft is verified: all of it, or the leading slots in which the
+drafter is confident.
+
+Legend: B = rows, J = draft slots, V = vocabulary.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -8,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dspec.decoding.proposers import Proposal
-from dspec.decoding.sampling import Sampling
+from dspec.decoding.sampling import Sampling, draw
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration, calibrated_confidence
+from dspec.models.temperatures import Calibration, calibrated_confidence
 
 
 class VerificationPolicy(Protocol):
@@ -48,7 +52,7 @@ class ConfidenceThreshold:
         """`calibration` applies to requests with the sampling that it was fitted for; for others confidences stay raw,
         with a warning that names both samplings."""
         if not 0 < threshold < 1:
-            raise UserError(f"decoder.confidence_threshold={threshold} must lie in [0, 1)")
+            raise UserError(f"decoder.<name>.confidence_threshold={threshold} must lie in [0, 1)")
         self.threshold, self.calibration = threshold, calibration
         self._refused: set[Sampling] = set()  # warned about once
 
@@ -72,7 +76,7 @@ class ConfidenceThreshold:
     def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor:
         logits = proposal.confidence_BJ
         if logits is None:
-            raise UserError("decoder.confidence_threshold needs a drafter with a confidence head")
+            raise UserError("decoder.<name>.confidence_threshold needs a drafter with a confidence head")
         confidence = torch.sigmoid(logits)
         if self.calibration is not None:
             fitted = [self._calibrated(sampling) for sampling in samplings]
@@ -81,3 +85,52 @@ class ConfidenceThreshold:
             confidence = torch.where(torch.tensor(fitted, device=logits.device)[:, None], calibrated, confidence)
         sure: Tensor = confidence >= self.threshold
         return torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))
+
+
+def verify_greedy(draft_BJ: Tensor, count_B: Tensor, logits_BJV: Tensor) -> tuple[Tensor, Tensor]:
+    """Accepted prefix length [B] and the token after it [B]: drafts must equal the target's argmax.
+
+    `logits_BJV` has J + 1 positions: the target's logits for each draft slot and for the bonus token.
+    """
+    best = logits_BJV.argmax(-1)
+    slots = torch.arange(draft_BJ.shape[1], device=draft_BJ.device)
+    ok = (draft_BJ == best[:, :-1]) & (slots < count_B[:, None])
+    accepted = ok.long().cumprod(1).sum(1)
+    return accepted, best.gather(1, accepted[:, None]).squeeze(1)
+
+
+def verify_sampled(
+    draft_BJ: Tensor,
+    count_B: Tensor,
+    draft_probs_BJV: Tensor | None,
+    target_probs_BJV: Tensor,
+    uniform_BJ: Tensor,
+    uniform_B: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling: accept x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0).
+
+    Preserves the target's distribution (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means
+    that the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
+    """
+    B, J = draft_BJ.shape
+    p_x = target_probs_BJV[:, :-1].gather(-1, draft_BJ[..., None]).squeeze(-1)
+    q_x = torch.ones_like(p_x)
+    if draft_probs_BJV is not None:
+        q_x = draft_probs_BJV.gather(-1, draft_BJ[..., None]).squeeze(-1)
+    slots = torch.arange(J, device=draft_BJ.device)
+    ok = (uniform_BJ * q_x < p_x) & (slots < count_B[:, None])
+    accepted = ok.long().cumprod(1).sum(1)
+    rows = torch.arange(B, device=draft_BJ.device)
+    probs = target_probs_BJV[rows, accepted]
+    rejected = accepted < count_B
+    if J:
+        slot = accepted.clamp(max=J - 1)
+        if draft_probs_BJV is None:  # q is one at the drafted token, so only that token loses weight
+            excess, token = probs.clone(), draft_BJ[rows, slot]
+            excess[rows, token] = (probs[rows, token] - 1).clamp(min=0)
+        else:
+            excess = (probs - draft_probs_BJV[rows, slot]).clamp(min=0)
+        residual = torch.where(rejected[:, None], excess, probs)
+        # the residual is empty only if p = q up to rounding: a rejection had probability zero, so draw from p
+        probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
+    return accepted, draw(probs, uniform_B)

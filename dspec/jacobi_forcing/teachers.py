@@ -47,7 +47,7 @@ class StopGradientTeacher(nn.Module):
         return student_BLD.detach(), target.lm_head.weight.detach()
 
 
-class Frozen(nn.Module):
+class FrozenTeacher(nn.Module):
     """The initial weights, in a second pass."""
 
     _in_checkpoint = False  # a resumed run copies them from the base again
@@ -75,7 +75,7 @@ class Frozen(nn.Module):
         return output.hidden_BLD, weights.get(self._head, target.lm_head.weight.detach())
 
 
-class EMATeacher(Frozen):
+class EMATeacher(FrozenTeacher):
     """An exponential moving average of the weights, updated after each optimizer step."""
 
     _in_checkpoint = True

@@ -1,9 +1,10 @@
 """AS-ARM: a causal LM learns the conditionals of any subset of a text given the rest, all in one forward pass.
 
 Source: "Reviving Any-Subset Autoregressive Models with Principled Parallel Sampling and Speculative Decoding" (arXiv
-2504.20456), the teacher-forced joint loss of eq. 7: with m the length of the prompt and sigma the order of generation
+2504.20456), the teacher-forced joint loss: with m the length of the prompt and sigma the order of generation
 
-    L = - E_{m, sigma} log p(x_sigma(>=m) | x_sigma(<m)) = - E sum_{i>=m} log p(x_sigma(i) | x_sigma(<i))     (eq. 9)
+    L = - E_{m, sigma} log p(x_sigma(>=m) | x_sigma(<m))               (eq. 7)
+      = - E_{m, sigma} sum_{i>=m} log p(x_sigma(i) | x_sigma(<i))      (eq. 2: its conditionals)
 
 Released code: gabeguo/any-order-speculative-decoding@83a444d.
 
@@ -12,12 +13,12 @@ comes first. The inputs of a row are its tokens by place, then its position quer
 
     [prompt, by position | predicted tokens | a position query for each predicted token]
 
-A position query is the MASK embedding at the position of its predicted token. The attention mask (eq. 6) is
-`any_subset` in attention/masks.py, as in decoding. Predicted tokens are in order of position (eq. 4: a binary lattice,
-2^N subsets) or in random order (any permutation, N! orders: the paper's ablation, Figure 3). MASK is never predicted:
-its logit is left out of the softmax, as in decoding.
+A position query is the MASK embedding at the position of its predicted token (XLNet has a vector of its own for it:
+models/xlnet.py). The attention mask (eq. 6) is `any_subset` in attention/masks.py, as in decoding. Predicted tokens are
+in order of position (eq. 4: a binary lattice, 2^N subsets) or in random order (any permutation, N! orders: the paper's
+ablation, Figure 3). MASK is never predicted: its logit is left out of the softmax, as in decoding.
 
-Departures: the model is an ordinary causal LM whose weights serve both streams, not XLNet; (sigma, m) is drawn for
+Departures: the model may be an ordinary causal LM whose weights serve both streams; (sigma, m) is drawn for
 each row (released code: once for a micro-batch); mask rates follow one low-discrepancy sequence over rows, accumulated
 batches and ranks (appendix E.1; the released code stratifies over accumulated batches or over ranks); validation uses
 the rates at the end of the ramp throughout, so that its losses are comparable; `lookahead` hides from a query some of
@@ -37,12 +38,11 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dspec.attention import masks
 from dspec.errors import UserError
-from dspec.losses import check_chunk, chunked_sum, token_loss_without
+from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_without
 from dspec.method import Batch, LossOutput, Method
+from dspec.models.backbone import Backbone
 from dspec.models.export import export_language_model
-from dspec.models.language_model import LanguageModel
 from dspec.precision import widest
 from dspec.tuning import Tuning
 
@@ -143,7 +143,7 @@ class ASARM(Method):
     def __init__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         tuning: Tuning,
         rate: MaskRate,
         order: str,
@@ -199,9 +199,7 @@ class ASARM(Method):
         inputs, device = layout(orders), batch.ids_BL.device
         positions, limit, query = (t.to(device) for t in (inputs.position_BL, inputs.limit_BL, inputs.query_BL))
         token_BL = batch.ids_BL.gather(1, positions)  # the token at the input's position, also for queries
-        ids_BL = torch.where(query, self.mask_token_id, token_BL)
-        mask = masks.any_subset(limit, torch.zeros(len(orders), dtype=torch.long, device=device))
-        hidden = self.target(ids_BL, positions_BL=positions, mask=mask).hidden_BLD
+        hidden = self.target.any_subset(token_BL, positions_BL=positions, limit_BL=limit, query_BL=query)
         # 2. cross-entropy at the queries; a MASK in the text is only context: it has no probability
         chosen = query & (token_BL != self.mask_token_id)
         count_B = chosen.sum(1)
@@ -211,7 +209,7 @@ class ASARM(Method):
             weight_B, total = 1 / count_B.clamp(min=1).to(widest(device)), (count_B > 0).sum()
         loss_sum, stats = chunked_sum(
             token_loss_without(self.mask_token_id),
-            terms=[(hidden[chosen], self.target.lm_head.weight)],
+            terms=head_terms(self.target.lm_head, hidden[chosen]),
             constants=[weight_B[:, None].expand(chosen.shape)[chosen], token_BL[chosen]],
             chunk_mb=self.chunk_mb,
         )

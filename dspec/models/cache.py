@@ -6,7 +6,7 @@ overwrites them, and no mask lets a query see past it. So a batch computes what 
 nor left padding. For plain text the slot is the position; where several tokens share a position (parallel candidates)
 or positions are not contiguous, slots are in order of computation.
 
-Legend: B = batch, H = key/value heads, C = capacity, L = new slots, D = head width.
+Legend: B = batch, H = key/value heads, C = capacity, L = new slots, W = head width.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ _CHUNK = 256  # the buffers grow in steps of this many slots
 
 
 class Layer:
-    """Buffers [B, H, C, D] of one layer's keys and values; none before the first write."""
+    """Buffers [B, H, C, W] of one layer's keys and values; none before the first write."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def room(self, key: Tensor, value: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """The buffers with at least `needed` slots; shapes and dtype are those of `key` and `value` [B, H, L, D]."""
+        """The buffers with at least `needed` slots; shapes and dtype are those of `key` and `value` [B, H, L, W]."""
         if self.keys is None or self.values is None:
             (batch, heads, _, width), last = key.shape, value.shape[-1]
             self.keys, self.values = key.new_zeros(batch, heads, 0, width), value.new_zeros(batch, heads, 0, last)
@@ -72,7 +72,7 @@ class Window:
             self._rows = torch.arange(len(start_B))[:, None], place
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Writes [B, H, L, D]; returns views [B, H, end, D] of the layer's buffers."""
+        """Writes [B, H, L, W]; returns views [B, H, end, W] of the layer's buffers."""
         keys, values = self._layers[layer].room(key, value, self.end)
         if self._rows is None:
             keys[:, :, self.first : self.end] = key

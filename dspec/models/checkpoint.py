@@ -18,9 +18,9 @@ from transformers import Qwen3Config
 
 from dspec.atomic import atomic_folder, restore
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration
 from dspec.models.draft import Draft, DraftConfig, DraftMetadata
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 
 DEEPSPEC, ZLAB = "Qwen3DSparkModel", "DFlashDraftModel"
 _SHARED = ("embed_tokens.weight", "lm_head.weight")

@@ -26,10 +26,10 @@ from dspec.attention.attend import attend
 from dspec.attention.masks import Mask
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache, Window
-from dspec.models.calibration import Calibration
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, causal
 from dspec.models.rotary import Rotary
+from dspec.models.temperatures import Calibration
 
 LAYOUTS = ("anchor_first", "fill_in")
 
@@ -314,11 +314,12 @@ def build_draft(
     confidence_head: bool,
     confidence_head_with_markov: bool,
 ) -> Draft:
-    """A fresh drafter with the target's width and heads; null ids and sizes are taken from the target.
+    """A fresh drafter with the target's width and heads; null ids and sizes are taken from the target. Without a Markov
+    head its rank and its part in the confidence head are 0.
 
     Raises UserError when the target has no mask token and none is given, or for layer ids out of range.
     """
-    source = target.model.config
+    source = causal(target).model.config
     ids = tuple(target_layer_ids or default_target_layers(num_taps, num_layers=target.num_layers))
     target.check_taps(ids)
     geometry: dict[str, Any] = {
@@ -346,7 +347,7 @@ def build_draft(
         markov_head_type=markov_head_type,
         markov_rank=markov_rank if markov_head_type is not None else 0,
         confidence_head=confidence_head,
-        confidence_head_with_markov=confidence_head_with_markov,
+        confidence_head_with_markov=confidence_head_with_markov and markov_head_type is not None,
     )
     return Draft(config, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
 

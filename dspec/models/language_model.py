@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,18 @@ from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask, Predicate
 from dspec.errors import UserError
+from dspec.models.backbone import Backbone
 from dspec.models.cache import PositionCache, Window
 from dspec.models.rotary import Rotary
+from dspec.models.xlnet import MODEL_TYPE as XLNET
+from dspec.models.xlnet import XLNet
 from dspec.spans import span
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _ATTENTION = "dspec"  # attn_implementation name under which our attend is registered
-_LARGE_HEAD = 2**22  # weights; smaller heads take microseconds
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
@@ -84,7 +87,7 @@ class ModelOutput:
     features_BLF: Tensor  # the tapped layers' outputs, concatenated; width 0 when nothing is tapped
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Backbone):
     """A decoder-only LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen until a method trains it."""
 
     def __init__(
@@ -95,12 +98,7 @@ class LanguageModel(nn.Module):
         name: str,
         mask_token_id: int | None = None,
     ) -> None:
-        """`mask_token_id` fills a drafter's empty slots; None takes the one that the model's config names, else the
-        tokenizer's mask token, if it has one.
-
-        Raises UserError for another family, or for layers that attend through a sliding window.
-        """
-        super().__init__()
+        """Raises UserError for another family, or for layers that attend through a sliding window."""
         config = model.config
         if config.model_type not in FAMILIES:
             raise UserError(
@@ -111,49 +109,17 @@ class LanguageModel(nn.Module):
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):
             raise UserError(f"target {name!r} has {rope} rotary embeddings: their frequencies depend on the length")
+        super().__init__(model, tokenizer, name=name, mask_token_id=mask_token_id)
         model.set_attn_implementation(_ATTENTION)
         decoder = model.get_decoder()
         # rebuilt from the config: the model may already have been cast
         decoder.rotary_emb = Rotary(type(decoder.rotary_emb)(config)).to(model.device)
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer: Any = tokenizer  # None only for decoding bare token ids
-        self.name = name
-        named = (mask_token_id, getattr(config, "mask_token_id", None), getattr(tokenizer, "mask_token_id", None))
-        self.mask_token_id: int | None = next((token for token in named if token is not None), None)
         if self.dtype == torch.float64:
             _norms_in_double(model)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.model.config.num_hidden_layers)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.model.config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.lm_head.weight.shape[0])
-
-    @property
     def max_positions(self) -> int:
         return int(self.model.config.max_position_embeddings)
-
-    @property
-    def embed_tokens(self) -> nn.Embedding:
-        return self.model.get_input_embeddings()
-
-    @property
-    def lm_head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
 
     def check_taps(self, layer_ids: Sequence[int]) -> None:
         """Raises UserError for layer ids out of range."""
@@ -216,45 +182,38 @@ class LanguageModel(nn.Module):
         features = torch.cat([tapped[i] for i in taps], -1) if taps else x_BLD[..., :0]
         return ModelOutput(decoder.norm(x_BLD), features)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return lm_logits(self.lm_head, hidden)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's EOS, and those of the model's generation config.
-
-        Raises UserError for a target that has neither.
-        """
-        more = getattr(self.model.generation_config, "eos_token_id", None)
-        more = [] if more is None else [more] if isinstance(more, int) else list(more)
-        turn_end = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
-        if not turn_end and not more:
-            raise UserError(
-                f"target {self.name!r} has no end-of-text token: set eos_token in its tokenizer_config.json"
-            )
-        return tuple(dict.fromkeys([*turn_end, *more]))
-
-    def check_length(self, prompt: int, new: int) -> None:
-        """Raises UserError when prompt and new tokens do not fit the model's positions."""
-        if prompt + new > self.max_positions:
-            raise UserError(
-                f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the context of {self.name!r} "
-                f"({self.max_positions} positions); shorten the prompt or lower max_new_tokens"
-            )
+    def any_subset(
+        self,
+        ids_BL: Tensor,
+        *,
+        positions_BL: Tensor,
+        limit_BL: Tensor,
+        query_BL: Tensor,
+        cache: PositionCache | None = None,
+        start_B: Sequence[int] | None = None,
+    ) -> Tensor:
+        """A position query is the mask token at its position; it sees itself, too. Raises UserError without one."""
+        if self.mask_token_id is None:
+            raise UserError(f"target {self.name!r} has no mask token, which asks for a position: set mask_token_id")
+        starts = torch.tensor(start_B if start_B is not None else [0] * len(ids_BL), device=ids_BL.device)
+        output = self(
+            ids_BL.masked_fill(query_BL, self.mask_token_id),
+            positions_BL=positions_BL,
+            mask=masks.any_subset(limit_BL, starts),
+            cache=cache,
+            start_B=start_B,
+        )
+        return output.hidden_BLD
 
 
-def lm_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of hidden states [..., D].
-
-    On a CPU, float32 matmuls with 3, 7, 11 rows take up to twice as long as with one row more (two threads, V = 32k and
-    49k), so for large heads such inputs are padded with a row of zeros.
-    """
-    shape = hidden.shape[:-1]
-    slow = hidden.dtype == torch.float32 and hidden.device.type == "cpu" and head.weight.numel() >= _LARGE_HEAD
-    if not (slow and shape.numel() % 4 == 3):
-        return head(hidden)
-    padded = nn.functional.pad(hidden.reshape(shape.numel(), -1), (0, 0, 0, 1))
-    return head(padded)[:-1].view(*shape, -1)
+def causal(model: Backbone) -> LanguageModel:
+    """The model itself. Raises UserError for one that does not write from left to right."""
+    if not isinstance(model, LanguageModel):
+        raise UserError(
+            f"target {model.name!r} is a {model.model.config.model_type!r} model, which only fills holes: use "
+            "recipe=as_arm and decoder=[any_subset,assd], or a causal target"
+        )
+    return model
 
 
 def _norms_in_double(model: nn.Module) -> None:
@@ -277,8 +236,8 @@ def check_bfloat16() -> None:
         )
 
 
-def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> LanguageModel:
-    """A target from a local folder or the Hub; `dtype` float32 | bfloat16 | float64.
+def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> Backbone:
+    """A target from a local folder or the Hub, an XLNet included; `dtype` float32 | bfloat16 | float64.
 
     Raises UserError if the model or its tokenizer cannot be loaded.
     """
@@ -297,12 +256,13 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
-    return LanguageModel(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+    kind = XLNet if model.config.model_type == XLNET else LanguageModel
+    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
 
 
 def local_device(device: str) -> str:
-    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees, of which
-    schedulers may show each process but its own.
+    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees (schedulers
+    may make only one GPU visible to each process).
 
     Raises UserError for a device that torch does not know or cannot use here.
     """
@@ -337,5 +297,18 @@ def _usable(device: str) -> str:
 
 def embedded_target(*, dtype: str, device: str) -> LanguageModel:
     """The target that ships with dspec (3M parameters, trained by recipe=ar_base)."""
-    folder = Path(__file__).resolve().parent.parent / "assets" / "tiny"
-    return load_language_model(path=str(folder), name="tiny", dtype=dtype, device=device, mask_token_id=None)
+    return _shipped("tiny", dtype=dtype, device=device)
+
+
+def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
+    """The any-subset model that ships with dspec: the embedded target after recipe=as_arm."""
+    return _shipped("tiny_as_arm", dtype=dtype, device=device)
+
+
+def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
+    folder = str(_ASSETS / name)
+    return causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token_id=None))
+
+
+def embedded_tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(str(_ASSETS / "tiny"))

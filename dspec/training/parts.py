@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
 
 
 class TrainingData(Protocol):
-    """A LightningDataModule that also knows how prompts are rendered (data/module.py)."""
+    """A LightningDataModule that also knows how prompts are rendered (data/conversations.py)."""
 
     policy: object  # data.chat.PromptPolicy
 
@@ -20,14 +20,14 @@ class TrainingData(Protocol):
         ...
 
     def encoded(self, split: str) -> Sequence[tuple[str, list[int]]]:
-        """(id, prompt ids) of a split."""
+        """(id, prompt ids) of a split. Only calibration asks: PackedCorpus, which trains no drafter, has none."""
         ...
 
 
 class DecoderSpec(Protocol):
     """A decoder that is built when it is needed (eval/decoders.py)."""
 
-    def check(self, *, target: LanguageModel, draft: Draft | None) -> None:
+    def check(self, *, target: Backbone, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects."""
         ...
 
@@ -38,7 +38,7 @@ class Evaluation(Protocol):
     def encode_prompts(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, object],
         policy: object,
@@ -49,7 +49,7 @@ class Evaluation(Protocol):
     def __call__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, object],
@@ -71,6 +71,6 @@ class Report(Protocol):
         self, *, results: dict[str, Any], history: Sequence[dict[str, float]], run_dir: Path, logger: object
     ) -> None: ...
 
-    def card(self, *, target: str, run: dict[str, Any], command: str | None) -> str:
+    def card(self, *, target: str, run: dict[str, Any], command: str | None, drafter: bool) -> str:
         """The README.md of an exported checkpoint."""
         ...

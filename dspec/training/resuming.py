@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dspec.config.leaves import flat
+from dspec.config.old_names import renamed
 from dspec.errors import UserError
-from dspec.leaves import flat
 
 
 def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
@@ -14,7 +15,7 @@ def check_same_config(run_dir: Path, config: dict[str, Any]) -> None:
     if not path.is_file():
         raise UserError(f"nothing to resume: {path} is missing; set resume= to the folder of a run")
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = renamed(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it, or start a new run") from error
     now = json.loads(json.dumps(portable(config, run_dir)))

@@ -28,14 +28,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
 from dspec.calibration.stage import CalibrateSTS
-from dspec.config import check_decoders, instantiate, instantiate_decoders
-from dspec.config_types import check_types
+from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
+from dspec.config.run_folder import remember_command
+from dspec.config.types import check_types
 from dspec.errors import UserError
 from dspec.method import Method
+from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import causal
 from dspec.provenance import provenance
-from dspec.run_folder import remember_command
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
 from dspec.training.checks import check_accelerator, check_optimizer, check_trainer
@@ -101,7 +102,7 @@ def prepare(cfg: DictConfig) -> Job:
     specs = instantiate_decoders(cfg)
     check_decoders(specs, drafter=cfg.draft is not None, without="use recipe=dspark or recipe=dflash")
     # models first: the rest is built for them; the random numbers of fresh weights depend on this order
-    target: LanguageModel = instantiate(cfg.target)
+    target: Backbone = instantiate(cfg.target)
     data: TrainingData = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
     models = Models(target=target, draft=draft)
@@ -182,15 +183,17 @@ def export(job: Job, run: dict[str, Any]) -> None:
     """Exports the trained component to its own folder, with a model card."""
     if job.models.draft is not None:
         job.models.draft.metadata.prompt_policy = job.data.prompt_policy
-    card = job.report.card(target=job.models.target.name, run=run, command=job.recipe)
+    drafter = job.models.draft is not None
+    card = job.report.card(target=job.models.target.name, run=run, command=job.recipe, drafter=drafter)
     job.method.export(job.run_dir, card=card)
 
 
 def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
     """The calibration report; the fitted temperatures are stored in the drafter. None without a calibration stage."""
-    target, draft = job.models.target, job.models.draft
+    draft = job.models.draft
     if draft is None or job.calibration is None:
         return None
+    target = causal(job.models.target)
     found: dict[str, Any] = job.calibration(
         target=target,
         draft=draft,

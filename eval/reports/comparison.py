@@ -16,16 +16,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
+from dspec.config.leaves import flat
 from dspec.errors import UserError
-from dspec.leaves import flat
 from eval.intervals import student
 from eval.reports.table import over_ar
 from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, load, load_verdicts, pool_rows
 
 # settings that do not make a different method: parts of the config (rows name decoder and benchmark) and single keys
-_IGNORED_PARTS = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark")
+_IGNORED_PARTS = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark", "judge")
 _IGNORED_KEYS = (
+    "allow_unsafe_code",
     "data.cache_dir",
     "trainer.log_every_n_steps",
     *(f"evaluation.{key}" for key in ("warmup", "generate_prompts", "generate_floor")),

@@ -51,15 +51,19 @@ class Report:
         shown.append(f"results, tables and plots: {run_dir}")
         Console().print("\n".join(shown), markup=False, highlight=False, soft_wrap=True)
 
-    def card(self, *, target: str, run: dict[str, Any], command: str | None) -> str:
-        """The README.md of an exported checkpoint."""
+    def card(self, *, target: str, run: dict[str, Any], command: str | None, drafter: bool) -> str:
+        """The README.md of an exported drafter, or of a trained target."""
+        loader = (
+            "dspec.models.checkpoint.from_pretrained(folder, target=...)"
+            if drafter
+            else "target=hf target.path=<folder>"
+        )
         tags = "---\nlibrary_name: dspec\n---\n"
         return (
             f"{tags}# Trained by dspec, recipe {command or 'custom'}\n\n"
             f"Target: {target}. Seed {run['seed']}, dtype {run['dtype']}, "
             f"dspec {run['versions']['dspec']}, git {run['git']['sha']}.\n\n"
-            "Load with `dspec.models.checkpoint.from_pretrained(folder, target=...)`; "
-            "the run's results.json has its measurements.\n"
+            f"Load with `{loader}`; the run's results.json has its measurements.\n"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from dspec.atomic import write_json
-from dspec.config import one_line_errors
+from dspec.config.compose import one_line_errors
 from dspec.decoding.generation import Generation
 from dspec.errors import UserError
 from eval.reports.report import Report

@@ -10,7 +10,7 @@ transformers are imported only after arguments and benchmarks are checked.
 
 from omegaconf import DictConfig
 
-from dspec.config import entry_point, instantiate
+from dspec.config.compose import entry_point, instantiate
 from dspec.errors import UserError
 from eval.checkpoints import check_model
 

@@ -24,7 +24,7 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel
+from dspec.models.language_model import LanguageModel, causal
 from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
 from dspec.terminal import quiet
@@ -110,9 +110,12 @@ def point(
 ) -> Point:
     """One configuration's results. `decoded` and plain AR's `baseline` are answers and their seconds, by prompt;
     `right` are the verdicts on the judged prompts; `context` is the mean number of keys in the cache at a pass. Tokens
-    per second include the prefill's time, tokens per pass leave the prefill out."""
+    per second include the prefill's time, tokens per pass leave the prefill out. Raises UserError if there is no
+    pass."""
     generations = [g for g, _ in decoded]
     forwards = sum(g.forwards for g in generations)
+    if not forwards:
+        raise UserError("every answer ended with its first token: there is no pass to measure; use other prompts")
     seconds = sum(s for _, s in decoded)
     rows = sum(g.branch_forwards for g in generations) / forwards
     positions = sum(g.positions_computed for g in generations) / forwards
@@ -142,11 +145,13 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
         for benchmark in benchmarks.values()
         for item in benchmark.items()[: cfg.limit]
     ]
+    if any(item.response is not None for _, item, _ in prompts):
+        raise UserError("the search decodes from left to right, it fills no holes: use benchmark=tiny or another one")
     if not prompts:
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
     log.info("searching %d configurations on %d prompts in %s", len(settings.plans), len(prompts), run_dir)
     with torch.inference_mode():
-        points, roofline = Search(settings)(loaded.target, prompts, seed=cfg.seed)
+        points, roofline = Search(settings)(causal(loaded.target), prompts, seed=cfg.seed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     dtype = str(loaded.target.dtype).removeprefix("torch.")
     made = provenance(

@@ -8,7 +8,7 @@ benchmarks are checked: mistakes in them are reported immediately.
 
 from omegaconf import DictConfig
 
-from dspec.config import entry_point, instantiate
+from dspec.config.compose import entry_point, instantiate
 from eval.checkpoints import check_arguments
 
 

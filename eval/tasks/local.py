@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from lm_eval.api.task import ConfigurableTask
 
 from data.rows import gsm8k_rows
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.errors import UserError
 from eval.benchmarks.base import Benchmark, Item
 from eval.benchmarks.mbpp import lm_eval_task

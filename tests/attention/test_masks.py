@@ -160,6 +160,23 @@ def test_any_subset(seed: int) -> None:
     assert all(table[b][q][starts[b] + q] for b in range(3) for q in range(width))  # no row of a softmax is empty
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_two_streams(seed: int) -> None:
+    """A position query has no key: it does not even see itself."""
+    rng = random.Random(seed)
+    starts, width = [rng.randint(0, 5) for _ in range(3)], rng.randint(1, 7)
+    limits = [[rng.randint(0, start + width) for _ in range(width)] for start in starts]
+    queries = [[rng.random() < 0.5 for _ in range(width)] for _ in starts]
+    table = [
+        [
+            [k < limits[b][q] or (k == start + q and not queries[b][q]) for k in range(max(starts) + width)]
+            for q in range(width)
+        ]
+        for b, start in enumerate(starts)
+    ]
+    _equal(masks.two_streams(torch.tensor(limits), torch.tensor(starts), torch.tensor(queries)), table)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_subset_over_a_rank_vector(seed: int) -> None:
     """The two streams in words, over ranks: prompt tokens are alike, later ones follow one another."""

@@ -1,5 +1,6 @@
 """The calibration stage where answers end too early for all slots to count: one line says so."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,3 +139,7 @@ def test_an_outcome_is_kept_for_the_same_weights_prompts_and_settings_alone(
         assert len(asked) == number
     stage(seed=1)(**how, artefact=artefact)
     assert len(asked) == 6
+    for damage in ("{", "[]", "{}", json.dumps(json.loads(artefact.read_text()) | {"calibration": {}})):
+        artefact.write_text(damage)
+        with pytest.raises(UserError, match=r"calibration\.json is damaged .* delete it"):
+            stage(seed=1)(**how, artefact=artefact)

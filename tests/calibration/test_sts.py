@@ -16,7 +16,7 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.models.calibration import calibrated_confidence
+from dspec.models.temperatures import calibrated_confidence
 
 BINS = 20
 TRUE = torch.tensor([1.5, 0.5, 2.5, 0.8, 1.25, 2.0, 0.6], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.regenerate import Response, read_responses, regenerate
+from data.regenerate import Response, main, read_responses, regenerate
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.sampling import GREEDY, Streams
 from dspec.decoding.state import Row, State
@@ -166,3 +167,21 @@ def test_two_files_of_one_name_share_the_cache_in_peace(tmp_path: Path) -> None:
             assert [(r.id, r.prompt_tokens) for r in got] == prompts
             assert [r.tokens[0] for r in got] == [ids[0] for _, ids in prompts]
     assert decoder.calls == 12  # six batches of each, once
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("jacobi_forcing", "use python -m data.collect"), ("cllm", "use python -m data.collect"),
+     ("ar_base", "there is nothing to regenerate"), ("as_arm", "there is nothing to regenerate")],
+)  # fmt: skip
+def test_data_that_reads_no_responses_generates_none(
+    recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DSPEC_CACHE", str(tmp_path))
+    few = ["data.counts={problems: 40, functions: 20}", "target.vocab_size=300"] if recipe == "ar_base" else []
+    monkeypatch.setattr(sys, "argv", ["data.regenerate", f"recipe={recipe}", *few, f"hydra.run.dir={tmp_path / 'run'}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "responses").exists()

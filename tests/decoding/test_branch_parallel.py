@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from dspec.decoding import branch_parallel, factory
 from dspec.decoding.block_state import Guess
 from dspec.decoding.branch_parallel import Ranks, join_ranks
-from dspec.decoding.diffusion import Alone, Packet
+from dspec.decoding.flight import Alone, Packet
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling

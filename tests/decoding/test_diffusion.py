@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dspec.decoding import diffusion, factory
 from dspec.decoding.block_state import BlockRules
-from dspec.decoding.diffusion import Alone, BlockDiffusion, DiffusionConfig
+from dspec.decoding.diffusion import BlockDiffusion, DiffusionConfig
+from dspec.decoding.flight import Alone
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.lookahead import Lookahead
 from dspec.decoding.loop import decode

@@ -11,7 +11,7 @@ import torch
 from dspec.decoding import factory
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration
+from dspec.models.temperatures import Calibration
 
 WARM = Sampling(temperature=1.0, top_p=0.9)
 PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.0}

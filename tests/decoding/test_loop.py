@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import Generation, Request, requests
+from dspec.decoding.generation import Generation, Request, make_requests
 from dspec.decoding.jacobi import BLOCKS, Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import decode
@@ -21,7 +21,7 @@ from dspec.decoding.state import State
 from dspec.decoding.verification import ConfidenceThreshold, VerifyAll
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
-from dspec.models.calibration import Calibration
+from dspec.models.temperatures import Calibration
 
 KINDS = ("autoregressive", "speculative", "thresholded", "lookup", "jacobi", "recycling")
 SAMPLINGS = (GREEDY, Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.3, top_p=1.0))
@@ -277,19 +277,19 @@ def test_refusals(toys: SimpleNamespace, kind: str) -> None:
 
     def cases() -> Iterator[tuple[Any, str]]:
         yield [], "no prompts"
-        yield requests([[1], []], seeds=[0, 0], max_new_tokens=4, **common), "prompt 1 is empty"
-        yield requests([[1]], seeds=[0], max_new_tokens=0, **common), "max_new_tokens=0"
-        yield requests([[1], [2] * 100], seeds=[0, 0], max_new_tokens=40, **common), "100 tokens"
+        yield make_requests([[1], []], seeds=[0, 0], max_new_tokens=4, **common), "prompt 1 is empty"
+        yield make_requests([[1]], seeds=[0], max_new_tokens=0, **common), "max_new_tokens=0"
+        yield make_requests([[1], [2] * 100], seeds=[0, 0], max_new_tokens=40, **common), "100 tokens"
 
     for these, message in cases():
         with pytest.raises(UserError, match=message):
             decode(made[kind], these)
-    fine = requests([[1]] * 2, seeds=[0, 0], max_new_tokens=4, **common)
-    empty = requests([[]], seeds=[0], max_new_tokens=4, **common)
+    fine = make_requests([[1]] * 2, seeds=[0, 0], max_new_tokens=4, **common)
+    empty = make_requests([[]], seeds=[0], max_new_tokens=4, **common)
     with pytest.raises(UserError, match="prompt 2 is empty"):  # before any is decoded, by the caller's number
         decode(made[kind], [*fine, *empty], in_flight=1)
     for room in (0, -1):
         with pytest.raises(UserError, match=f"in_flight={room}"):
             decode(made[kind], fine, in_flight=room)
     with pytest.raises(UserError, match="2 seeds for 1 prompts"):
-        requests([[1]], seeds=[0, 1], max_new_tokens=4, **common)
+        make_requests([[1]], seeds=[0, 1], max_new_tokens=4, **common)

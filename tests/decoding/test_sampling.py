@@ -1,4 +1,4 @@
-"""Warped laws, inverse-CDF draws, streams and greedy verification, each against brute force."""
+"""Warped distributions, inverse-CDF draws, streams and greedy verification, each against brute force."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dspec.decoding import sampling
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw, verify_greedy, verify_sampled
+from dspec.decoding.sampling import _REFILL, Sampling, Streams, draw
+from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.precision import widest
 
@@ -145,42 +146,42 @@ def test_chunks_draw_what_the_whole_draws(
     results = []
     for per_chunk in (rows, 5, 1):
         monkeypatch.setattr(sampling, "_CHUNK_BYTES", per_chunk * vocab * 8 + 7)
-        law = recipe.probs(logits.view(4, 6, vocab))
+        distribution = recipe.probs(logits.view(4, 6, vocab))
         with _Largest() as seen:
-            tokens = draw(law, uniform.view(4, 6))
-        results.append((law, tokens))
-        assert law.shape == (4, 6, vocab)
-        assert seen.bytes <= max(per_chunk * vocab * 8, law.numel() * law.element_size())
+            tokens = draw(distribution, uniform.view(4, 6))
+        results.append((distribution, tokens))
+        assert distribution.shape == (4, 6, vocab)
+        assert seen.bytes <= max(per_chunk * vocab * 8, distribution.numel() * distribution.element_size())
         with _Largest() as seen:
             recipe.probs(logits[:per_chunk])
         whole = seen.bytes
         with _Largest() as seen:
             recipe.probs(logits)
-        assert seen.bytes <= max(whole, law.numel() * law.element_size())
-    for law, tokens in results[1:]:
-        assert torch.equal(law, results[0][0])
+        assert seen.bytes <= max(whole, distribution.numel() * distribution.element_size())
+    for distribution, tokens in results[1:]:
+        assert torch.equal(distribution, results[0][0])
         assert torch.equal(tokens, results[0][1])
     wide = results[0][0].view(rows, vocab).double().cumsum(-1)
     one = torch.searchsorted(wide, (uniform * wide[:, -1])[:, None], right=True)[:, 0]
     assert torch.equal(results[0][1].flatten(), one)
-    assert draw(law[:0], uniform.view(4, 6)[:0]).shape == (0, 6)
+    assert draw(distribution[:0], uniform.view(4, 6)[:0]).shape == (0, 6)
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_deterministic_drafts_need_no_law_of_their_own(dtype: torch.dtype, count: int) -> None:
-    """The result of a one-hot draft law, without making one."""
+def test_deterministic_drafts_need_no_distribution_of_their_own(dtype: torch.dtype, count: int) -> None:
+    """The result of a one-hot draft distribution, without making one."""
     B, J, V = 300, 4, 6
     logits, _ = _case(B * (J + 1), V, dtype)
-    law = Sampling(temperature=0.8, top_p=0.9).probs(logits).view(B, J + 1, V)
+    distribution = Sampling(temperature=0.8, top_p=0.9).probs(logits).view(B, J + 1, V)
     generator = torch.Generator().manual_seed(1)
     draft = torch.randint(V, (B, J), generator=generator)
     slots, last = (torch.rand(*shape, generator=generator, dtype=torch.float64) for shape in ((B, J), (B,)))
     counts = torch.full((B,), count)
     onehot = torch.nn.functional.one_hot(draft, V).to(dtype)
-    expected = verify_sampled(draft, counts, onehot, law, slots, last)
+    expected = verify_sampled(draft, counts, onehot, distribution, slots, last)
     with _Largest() as seen:
-        got = verify_sampled(draft, counts, None, law, slots, last)
+        got = verify_sampled(draft, counts, None, distribution, slots, last)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert count == 0 or 0 < expected[0].float().mean() < count
     assert seen.bytes < onehot.numel() * 8 // 2
@@ -193,7 +194,7 @@ WARM = Sampling(temperature=0.9, top_p=0.9)
 def test_decoders_give_the_same_in_small_chunks(
     toys: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two laws at a time (of speculative decoding: one prompt's) instead of all at once, token for token."""
+    """Two distributions at a time (of speculative decoding: one prompt's) instead of all at once, token for token."""
     target = toys.target()
     proposers = {
         "speculative": lambda: DraftProposer(toys.draft(target, head="vanilla")),
@@ -244,3 +245,36 @@ def test_a_device_without_float64_gets_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_widest() -> None:
     assert widest(torch.device("mps")) == torch.float32
     assert widest(CPU) == widest(torch.device("cuda")) == torch.float64
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_token_that_the_target_never_says_is_never_accepted(given: bool) -> None:
+    """torch.rand gives 0.0 too: u q < p must be strict, for a drafted distribution and for a drafted token."""
+    target = torch.tensor([[[0.0, 0.4, 0.6]] * 2], dtype=torch.float64)
+    distributions = None if given else torch.tensor([[[1.0, 0.0, 0.0]]], dtype=torch.float64)
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    accepted, following = verify_sampled(
+        torch.tensor([[0]]), torch.tensor([1]), distributions, target, zero, zero[:, 0]
+    )
+    assert (accepted.tolist(), following.tolist()) == ([0], [1])
+
+
+def test_behind_a_shorter_draft_comes_the_targets_own_distribution() -> None:
+    """A row with fewer drafts than the widest one rejects nothing at its end: p is drawn from, not max(p - q, 0)."""
+    p, q = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
+    uniform = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
+    rows = len(uniform)
+    draft, count = torch.zeros(rows, 2, dtype=torch.long), torch.ones(rows, dtype=torch.long)  # one draft of two
+    accepted, following = verify_sampled(
+        draft, count, q.expand(rows, 2, 3), p.expand(rows, 3, 3), torch.zeros(rows, 2, dtype=torch.float64), uniform
+    )
+    assert accepted.tolist() == [1] * rows
+    assert (torch.bincount(following) / rows).tolist() == pytest.approx(p.tolist(), abs=2e-3)
+
+
+def test_rare_tokens_can_be_drawn() -> None:
+    """Beside a mass of 1 a float32 sum forgets what is below 6e-8: the tail of a large vocabulary."""
+    weights = torch.tensor([[1.0, *[1e-9] * 4]], dtype=torch.float32)
+    for token in range(1, 5):
+        uniform = (1 + (token - 0.5) * 1e-9) / (1 + 4e-9)
+        assert draw(weights, torch.tensor([uniform], dtype=torch.float64)).item() == token

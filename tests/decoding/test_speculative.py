@@ -22,7 +22,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow
 from dspec.decoding.verification import ConfidenceThreshold
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration
+from dspec.models.temperatures import Calibration
 
 CPU = torch.device("cpu")
 GROUPS, CASES = 24, 10

@@ -1,6 +1,6 @@
 """Every uniform of a row's stream decides one thing only: a draw of the drafter, an acceptance, or a residual.
 
-Reuse would bias the output, which else only the slow statistics of test_output_law.py see.
+Reuse would bias the output, which else only the slow statistics of test_output_distribution.py see.
 """
 
 import random

@@ -7,12 +7,12 @@ import pytest
 import torch
 import yaml
 
-from dspec.config import CONF, VARIANTS, composed, instantiate_decoders
+from dspec.config.compose import CONF, VARIANTS, composed, instantiate_decoders
+from dspec.config.recipes import store_variants, variants
 from dspec.decoding import factory
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
-from dspec.recipes import store_variants, variants
 from eval.decoders import on_base
 
 FILES = sorted(path.stem for path in (CONF / "decoder").glob("*.yaml"))

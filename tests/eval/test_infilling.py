@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
-from dspec.config import composed, instantiate, instantiate_decoders
+from dspec.config.compose import composed, instantiate, instantiate_decoders
 from dspec.decoding import factory
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.generation import Generation

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import Row, State

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from eval.sandbox.judge import Judge, function_under_test
 from eval.sandbox.sandbox import Sandbox, available_layers
 

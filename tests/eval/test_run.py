@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dspec.config import ROOT
+from dspec.config.compose import ROOT
 from dspec.models.checkpoint import save_pretrained
 from dspec.models.draft import build_draft
 from dspec.models.language_model import embedded_target

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from dspec.config import ROOT
+from dspec.config.compose import ROOT
 from dspec.decoding.likelihood import Continuation, log_likelihoods
 from dspec.errors import UserError
 from dspec.models.language_model import embedded_target

@@ -7,6 +7,7 @@ import torch
 
 from dspec.errors import UserError
 from dspec.jacobi_forcing import noise
+from dspec.jacobi_forcing.noise import AnyState
 
 
 def _blocks(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,3 +84,13 @@ def test_a_ratio_can_be_had_without_states() -> None:
 def test_refusals(schedule: type) -> None:
     with pytest.raises(UserError, match="at least 1 block"):
         schedule(window=0)
+
+
+def test_any_state_draws_every_state_alike() -> None:
+    count_N = torch.tensor([1, 2, 5] * 2000)
+    uniform_N = torch.rand(6000, generator=torch.Generator().manual_seed(0))
+    chosen_N = AnyState().choose(torch.zeros(6000, 5), count_N, torch.zeros_like(count_N), uniform_N)
+    for count in (1, 2, 5):
+        drawn = torch.bincount(chosen_N[count_N == count], minlength=count)
+        assert len(drawn) == count
+        assert (drawn / 2000 - 1 / count).abs().max() < 0.04

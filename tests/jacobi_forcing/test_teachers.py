@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dspec.jacobi_forcing.teachers import EMATeacher, Frozen, StopGradientTeacher
+from dspec.jacobi_forcing.teachers import EMATeacher, FrozenTeacher, StopGradientTeacher
 
 
 @pytest.mark.parametrize(
-    "teacher", [StopGradientTeacher(), Frozen(), EMATeacher(decay=0.5)], ids=["same_pass", "frozen", "moving"]
+    "teacher", [StopGradientTeacher(), FrozenTeacher(), EMATeacher(decay=0.5)], ids=["same_pass", "frozen", "moving"]
 )
 def test_no_gradient_leaves_a_teacher(toys: SimpleNamespace, teacher: nn.Module) -> None:
     target = toys.target()

@@ -1,6 +1,7 @@
 """AS-ARM: the joint loss against one pass per conditional; what a conditional depends on; how (sigma, m) is drawn."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from data.module import document_batch, pad
+from data.conversations import pad
+from data.packed_corpus import document_batch
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.methods.as_arm import ASARM, GOLDEN_RATIO, MaskRate, Order, draw_order, layout, row_lengths
+from dspec.models.backbone import Backbone
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.training.lit_module import LitModule
 from dspec.tuning import FullFineTuning
@@ -25,7 +28,7 @@ WIDE = MaskRate(low=[0.1, 0.1], high=[1.0, 1.0], steps=0)
 MASK = 10  # of the toys: their last token
 
 
-def method(target: LanguageModel, **changes: Any) -> ASARM:
+def method(target: Backbone, **changes: Any) -> ASARM:
     settings: dict[str, Any] = {
         "tuning": FullFineTuning(interpolation=1.0), "rate": WIDE, "order": "sorted", "first_visible": False,
         "lookahead": 1, "normalisation": "per_token", "chunk_mb": 6e-4,
@@ -78,26 +81,39 @@ def conditional(target: LanguageModel, text: Sequence[int], known: Sequence[int]
     return logits_V[:MASK].log_softmax(-1)[text[position]]  # MASK is the last token: it is left out
 
 
-def reference(target: LanguageModel, text: Sequence[int], order: Order) -> Tensor:
+def of_xlnet(
+    toys: SimpleNamespace, target: Backbone, text: Sequence[int], known: Sequence[int], prompt: int, position: int
+) -> Tensor:
+    """The same of an XLNet, by transformers' own pass."""
+    logits_V = toys.two_stream_logits(target, [text[p] for p in known], known, prompt=prompt, at=position)
+    return logits_V[:MASK].log_softmax(-1)[text[position]]
+
+
+def reference(toys: SimpleNamespace, target: Backbone, text: Sequence[int], order: Order) -> Tensor:
     """- log p of each predicted token."""
     position, losses = order.position_N.tolist(), []
+    one = conditional if isinstance(target, LanguageModel) else partial(of_xlnet, toys)
     for i, limit in enumerate(order.limit_P.tolist()):
-        losses.append(-conditional(target, text, position[:limit], order.prompt, position[order.prompt + i]))
+        losses.append(-one(target, text, position[:limit], order.prompt, position[order.prompt + i]))
     return torch.stack(losses)
+
+
+def backbone(toys: SimpleNamespace, family: str, **shape: Any) -> Any:
+    return toys.xlnet(**shape) if family == "xlnet" else toys.target(family, **shape)
 
 
 # ---- the loss
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "xlnet"])
 @pytest.mark.parametrize("normalisation", ["per_token", "per_row"])
 @pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("sorted", 4)])
 def test_loss_and_gradient(toys: SimpleNamespace, family: str, normalisation: str, order: str, lookahead: int) -> None:
     lengths = [7, 2, 9]
     rows, drawn = texts(lengths), orders(lengths, order=order, lookahead=lookahead)
-    trained = method(toys.target(family), order=order, lookahead=lookahead, normalisation=normalisation)
+    trained = method(backbone(toys, family), order=order, lookahead=lookahead, normalisation=normalisation)
     result = trained.loss_at(batch_of(rows), drawn)
-    losses = [reference(trained.target, row, o) for row, o in zip(rows, drawn, strict=True)]
+    losses = [reference(toys, trained.target, row, o) for row, o in zip(rows, drawn, strict=True)]
     if normalisation == "per_token":
         expected, weight = torch.cat(losses).sum(), sum(len(x) for x in losses)
     else:
@@ -171,18 +187,19 @@ def test_nothing_to_predict(toys: SimpleNamespace, normalisation: str) -> None:
 def states(trained: ASARM, row: Sequence[int], order: Order) -> Tensor:
     """Hidden states [P, D] of a row's position queries."""
     seen: list[Tensor] = []
-    hook = trained.target.register_forward_hook(lambda module, args, output: seen.append(output.hidden_BLD))
-    with torch.no_grad():
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        own = trained.target.any_subset
+        patch.setattr(trained.target, "any_subset", lambda *a, **k: seen.append(own(*a, **k)) or seen[-1])
         trained.loss_at(batch_of([row]), [order])
-    hook.remove()
     return seen[0][0, len(row) :]
 
 
 @pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("random", 3)])
+@pytest.mark.parametrize("family", ["qwen3", "xlnet"])
 def test_a_conditional_depends_only_on_the_places_before_its_limit(
-    toys: SimpleNamespace, order: str, lookahead: int
+    toys: SimpleNamespace, family: str, order: str, lookahead: int
 ) -> None:
-    trained = method(toys.target())
+    trained = method(backbone(toys, family))
     (row,), (drawn,) = texts([9], seed=3), orders([9], order=order, lookahead=lookahead, seed=5)
     before, position = states(trained, row, drawn), drawn.position_N.tolist()
     for place, at in enumerate(position):
@@ -194,9 +211,10 @@ def test_a_conditional_depends_only_on_the_places_before_its_limit(
         assert place >= drawn.prompt or sees.all()
 
 
-def test_queries_do_not_depend_on_one_another(toys: SimpleNamespace) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "xlnet"])
+def test_queries_do_not_depend_on_one_another(toys: SimpleNamespace, family: str) -> None:
     """A query alone has the hidden state that it has among others."""
-    trained, (row,) = method(toys.target()), texts([8])
+    trained, (row,) = method(backbone(toys, family)), texts([8])
     position = torch.tensor([0, 3, 5, 1, 2, 4, 6, 7])
     every = states(trained, row, Order(position, 3, torch.full((5,), 3)))
     for i in range(5):
@@ -205,9 +223,10 @@ def test_queries_do_not_depend_on_one_another(toys: SimpleNamespace) -> None:
         torch.testing.assert_close(one[0], every[i], **EXACT)
 
 
-def test_padding_is_neither_seen_nor_supervised(toys: SimpleNamespace) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "xlnet"])
+def test_padding_is_neither_seen_nor_supervised(toys: SimpleNamespace, family: str) -> None:
     lengths = [4, 9, 6]
-    rows, drawn, trained = texts(lengths), orders(lengths), method(toys.target())
+    rows, drawn, trained = texts(lengths), orders(lengths), method(backbone(toys, family))
     together = trained.loss_at(batch_of(rows, padding=7), drawn)
     alone = [trained.loss_at(batch_of([row]), [o]) for row, o in zip(rows, drawn, strict=True)]
     torch.testing.assert_close(together.loss_sum, sum(x.loss_sum for x in alone), **EXACT)
@@ -391,8 +410,9 @@ def test_a_resumed_run_goes_on_in_the_ramp(toys: SimpleNamespace, tmp_path: Path
     assert max(float((p - q).abs().max()) for p, q in zip(whole.parameters(), start.parameters(), strict=True)) > 1e-3
 
 
-def test_bfloat16_mixed_learns(toys: SimpleNamespace) -> None:
-    target = toys.target(hidden=32, scale=0.1, dtype=torch.float32)
+@pytest.mark.parametrize("family", ["qwen3", "xlnet"])
+def test_bfloat16_mixed_learns(toys: SimpleNamespace, family: str) -> None:
+    target = backbone(toys, family, hidden=32, scale=0.1, dtype=torch.float32)
     trained, batch = method(target, rate=MaskRate(low=[0.5, 0.5], high=[0.9, 0.9], steps=0)), batch_of(texts([8, 6, 8]))
     optimizer, losses = torch.optim.AdamW(trained.parameters(), lr=1e-2), []
     for _ in range(60):

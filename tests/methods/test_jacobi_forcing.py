@@ -14,7 +14,7 @@ from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.jacobi_forcing import noise
 from dspec.jacobi_forcing.packing import Trajectory, TrajectoryBatch, pack_trajectories, trajectory_batch
-from dspec.jacobi_forcing.teachers import EMATeacher, Frozen, StopGradientTeacher
+from dspec.jacobi_forcing.teachers import EMATeacher, FrozenTeacher, StopGradientTeacher
 from dspec.method import Batch
 from dspec.methods.jacobi_forcing import JacobiForcing, per_sample, per_token
 from dspec.tuning import FullFineTuning
@@ -228,7 +228,7 @@ def test_frozen_and_moving_teachers(toys: SimpleNamespace) -> None:
     def built(teacher: Any) -> JacobiForcing:
         return method(toys.target(seed=4, tie=True), teacher=teacher, ar_weight=0.0)
 
-    same, frozen, moving = built(StopGradientTeacher()), built(Frozen()), built(EMATeacher(decay=0.75))
+    same, frozen, moving = built(StopGradientTeacher()), built(FrozenTeacher()), built(EMATeacher(decay=0.75))
     first = [float(m.loss_at(batch, chosen).loss_sum.detach()) for m in (same, frozen, moving)]
     assert first[1] == pytest.approx(first[0], abs=1e-10)
     assert first[2] == pytest.approx(first[0], abs=1e-10)

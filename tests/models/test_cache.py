@@ -1,6 +1,7 @@
 """The position cache against a plain list of what was written where."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -104,3 +105,14 @@ def test_what_is_read_can_be_written_to_another_cache() -> None:
     torch.testing.assert_close(other.read(2, 0, 5), torch.stack([held[:, 2] + 1, held[:, 2] - 1], 1)[..., :5, :])
     with pytest.raises(ValueError, match="only after a pass"):
         PositionCache(2).write(0, 0, part)
+
+
+def test_buffers_are_copied_a_logarithmic_number_of_times() -> None:
+    cache, capacities = PositionCache(1), []
+    one = torch.zeros(1, 1, 64, 1)
+    for start in range(0, 16_384, 64):
+        cache.window([start], 64).update(one, one, 0)
+        capacities.append(cache.layers[0].keys.shape[2])
+    grown = sorted(set(capacities))
+    assert all(new >= 1.5 * old for old, new in pairwise(grown))
+    assert len(grown) < 12

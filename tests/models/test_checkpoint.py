@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import Sampling, Streams
 from dspec.errors import UserError
-from dspec.models.calibration import Calibration
 from dspec.models.checkpoint import config_dict, from_pretrained, save_pretrained
 from dspec.models.draft import Draft, DraftConfig
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 KINDS = [

@@ -289,6 +289,9 @@ def test_build_draft(toys: SimpleNamespace) -> None:
     assert _build(target, confidence_head_with_markov=False).confidence_head.proj.weight.shape == (1, 16)
     bare = _build(target, markov_head_type=None, confidence_head=False, confidence_head_with_markov=False)
     assert (bare.markov_head, bare.confidence_head, bare.config.markov_rank) == (None, None, 0)
+    alone = _build(target, markov_head_type=None)  # no code of a Markov head for the confidence head to read
+    assert alone.confidence_head.proj.weight.shape == (1, 16)
+    assert not alone.config.confidence_head_with_markov
 
 
 def test_initialisation(toys: SimpleNamespace) -> None:

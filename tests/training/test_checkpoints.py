@@ -73,6 +73,22 @@ def test_a_setting_that_contains_the_folders_name_is_compared_all_the_same(tmp_p
     check_same_config(moved, config(0, 500, moved))  # a folder may be moved
 
 
+def test_a_run_stored_under_old_module_names_goes_on(tmp_path: Path) -> None:
+    """Its config.json names modules that have moved since."""
+    old = {
+        "data": {"_target_": "data.module.Conversations"},
+        "bar": {"_target_": "dspec.training.progress.StepProgress"},
+    }
+    new = {
+        "data": {"_target_": "data.conversations.Conversations"},
+        "bar": {"_target_": "dspec.training.progress_callback.StepProgress"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    check_same_config(tmp_path, new)
+    with pytest.raises(UserError, match="these keys differ"):
+        check_same_config(tmp_path, new | {"data": {"_target_": "data.packed_corpus.PackedCorpus"}})
+
+
 def test_only_what_lies_in_the_run_folder_moves_with_it(tmp_path: Path) -> None:
     run = tmp_path / "1"
     inside, beside = {"a": f"{run}/x", "b": [f"{run}"], "c": 1}, {"a": f"{run}0", "b": [f"{run}0/x", f"x{run}"], "c": 1}

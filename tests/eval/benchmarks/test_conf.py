@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dspec.config import CONF, composed, instantiate
+from dspec.config.compose import CONF, composed, instantiate
 from eval.benchmarks.base import Benchmark, Item
 
 # ROCStories is the user's own file: test_text_infilling.py; nothing is decoded in the others: tests/eval/test_score.py

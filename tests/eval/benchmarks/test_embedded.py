@@ -7,7 +7,7 @@ import pytest
 
 from data.embedded.corpus import generate
 from data.embedded.function_templates import TEMPLATES
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.errors import UserError
 from eval.benchmarks.embedded import Functions, Problems, passes, solves
 from eval.sandbox import sandbox

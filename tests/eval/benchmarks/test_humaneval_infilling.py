@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.chat import PromptPolicy
-from dspec.config import ROOT, composed
+from dspec.config.compose import ROOT, composed
 from dspec.decoding import factory
 from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError

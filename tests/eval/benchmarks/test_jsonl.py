@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.errors import UserError
 from eval.benchmarks.base import Item
 from eval.benchmarks.jsonl import Jsonl

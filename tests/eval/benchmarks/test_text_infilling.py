@@ -11,7 +11,7 @@ import pytest
 
 from data.chat import PromptPolicy
 from data.story_rows import fables, roc_stories
-from dspec.config import composed, instantiate
+from dspec.config.compose import composed, instantiate
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
@@ -182,7 +182,7 @@ def test_parts_need_something_to_see_and_to_fill(folder: Path, tokenizer: Any) -
     rocstories(folder)
     benchmark = RocStories(hidden_sentences=[3], limit=None, seed=None)
     for parts in ((("all", True),), (("all", False),), (("", True), ("all", False))):
-        with pytest.raises(UserError, match="at least one token must be visible, and one hidden"):
+        with pytest.raises(UserError, match="infilling needs one of each"):
             encode(tokenizer, benchmark, Item("a", "", parts=parts), POLICY)
 
 

@@ -98,6 +98,26 @@ def test_points(toys: SimpleNamespace) -> None:
     assert "2.00* x AR" in text
 
 
+def test_answers_that_end_in_the_prefill_have_nothing_to_measure(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=2, vocab=9)
+    options = {"max_new_tokens": 1, "stop_ids": (), "seeds": [0]}
+    (only,) = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
+    assert only.forwards == 0
+    with pytest.raises(UserError, match="ended with its first token"):
+        point(target, None, [(only, 1.0)], [(only, 1.0)], [], context=2, roofline=ROOF)
+
+
+def test_holes_are_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["recipe=sweeps/jacobi_config", "target=tiny", "benchmark=tiny_infilling", f"hydra.run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["eval.search", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "it fills no holes" in capsys.readouterr().err
+
+
 def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     target, order = embedded_target(dtype="float32", device="cpu"), []
     for cls in (Autoregressive, Jacobi):

@@ -13,7 +13,7 @@ import torch
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.generation import Generation, Pass, Request, requests
+from dspec.decoding.generation import Generation, Pass, Request, make_requests
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.state import State
@@ -33,7 +33,7 @@ SMALL = {"tokens": [1, 2, 5], "contexts": [3, 9], "repeats": 2, "seed": 0}
 
 
 def _greedy(prompts: Sequence[Sequence[int]], tokens: int) -> list[Request]:
-    return requests(prompts, seeds=[0] * len(prompts), sampling=GREEDY, max_new_tokens=tokens, stop_ids=())
+    return make_requests(prompts, seeds=[0] * len(prompts), sampling=GREEDY, max_new_tokens=tokens, stop_ids=())
 
 
 def sample(batch: int, tokens: int, seconds: float) -> Sample:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dspec.models.calibration import Calibration, calibrated_confidence
+from dspec.models.temperatures import Calibration, calibrated_confidence
 
 
 def test_calibrated_confidence() -> None:

@@ -1,4 +1,4 @@
-"""Sampled speculative decoding has the target's law: exactly on enumerated toys, statistically end to end.
+"""Sampled speculative decoding has the target's distribution: exactly on enumerated toys, statistically end to end.
 
 The enumeration integrates `verify_sampled` over its uniforms as a black box: acceptance is a step in each slot's
 uniform and the drawn token a staircase in the last one, so bisection finds every step to 1e-15. It knows nothing of
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dspec.decoding import speculative
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sampling import Sampling, Streams, draw, verify_sampled
-from dspec.decoding.verification import ConfidenceThreshold
+from dspec.decoding.sampling import Sampling, Streams, draw
+from dspec.decoding.verification import ConfidenceThreshold, verify_sampled
 
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 Text = tuple[int, ...]
 Model = Callable[[Text], Tensor]
 Verify = Callable[..., tuple[Tensor, Tensor]]
@@ -30,14 +30,14 @@ LAST, NEW = 1 - 2**-53, 3
 
 
 def table(seed: int, vocab: int, *, sampling: Sampling) -> Model:
-    """A random law for every text."""
+    """A random distribution for every text."""
 
     @cache
-    def law(text: Text) -> Tensor:
+    def distribution(text: Text) -> Tensor:
         generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**31)
         return sampling.probs(1.2 * torch.randn(vocab, generator=generator, dtype=torch.float64))
 
-    return law
+    return distribution
 
 
 def total_variation(p: Tensor, q: Tensor) -> float:
@@ -55,8 +55,10 @@ def _steps(holds: Callable[[Tensor], Tensor], rows: int) -> Tensor:
     return torch.where(possible, (low + high) / 2, 0.0)
 
 
-def round_laws(verify: Verify, p: Model, q: Model | Text, texts: list[Text], *, J: int, count: Count) -> list[Law]:
-    """Laws of the tokens that one round emits after each text. `q` a tuple: deterministic drafts."""
+def round_distributions(
+    verify: Verify, p: Model, q: Model | Text, texts: list[Text], *, J: int, count: Count
+) -> list[Distribution]:
+    """Distributions of the tokens that one round emits after each text. `q` a tuple: deterministic drafts."""
     V = len(p(texts[0]))
     given = isinstance(q, tuple)
     tuples = [q] if given else list(itertools.product(range(V), repeat=J))
@@ -64,8 +66,8 @@ def round_laws(verify: Verify, p: Model, q: Model | Text, texts: list[Text], *, 
     R = len(rows)
     drafts, counts = torch.tensor([x for _, x in rows]), torch.tensor([count(x) for _, x in rows])
     target = torch.stack([torch.stack([p((*t, *x[:k])) for k in range(J + 1)]) for t, x in rows])
-    laws = None if given else torch.stack([torch.stack([q((*t, *x[:k])) for k in range(J)]) for t, x in rows])
-    weight = torch.ones(R) if laws is None else laws.gather(-1, drafts[..., None])[..., 0].prod(1)
+    distributions = None if given else torch.stack([torch.stack([q((*t, *x[:k])) for k in range(J)]) for t, x in rows])
+    weight = torch.ones(R) if distributions is None else distributions.gather(-1, drafts[..., None])[..., 0].prod(1)
 
     # one task a slot (where does its acceptance end?), and one a pair of (accepted, token) (where does the token end?)
     ends = list(itertools.product(range(J + 1), range(V - 1)))
@@ -78,7 +80,12 @@ def round_laws(verify: Verify, p: Model, q: Model | Text, texts: list[Text], *, 
     def repeat(x: Tensor) -> Tensor:
         return x.repeat(len(slots), *[1] * (x.ndim - 1))
 
-    constant = (repeat(drafts), repeat(counts), None if laws is None else repeat(laws), repeat(target))
+    constant = (
+        repeat(drafts),
+        repeat(counts),
+        None if distributions is None else repeat(distributions),
+        repeat(target),
+    )
 
     def holds(u: Tensor) -> Tensor:
         u_TR, tried = u.view(-1, R), slots.clone()
@@ -93,7 +100,7 @@ def round_laws(verify: Verify, p: Model, q: Model | Text, texts: list[Text], *, 
     staircase = torch.cat([torch.zeros(J + 1, 1, R), steps[J:].view(J + 1, V - 1, R), torch.ones(J + 1, 1, R)], 1)
     reach = torch.cat([torch.ones(1, R), accept[:J].cumprod(0)])
     share = (weight * reach * (1 - accept))[:, None] * staircase.diff(dim=1)  # [J + 1, V, R]
-    out: dict[Text, Law] = {t: {} for t in texts}
+    out: dict[Text, Distribution] = {t: {} for t in texts}
     for a, v, r in (share > 0).nonzero().tolist():
         (text, x), w = rows[r], float(share[a, v, r])
         emitted = (*x[:a], v)
@@ -101,16 +108,16 @@ def round_laws(verify: Verify, p: Model, q: Model | Text, texts: list[Text], *, 
     return [out[t] for t in texts]
 
 
-def decoder_law(verify: Verify, p: Model, q: Model | Text, *, J: int, count: Count) -> Law:
-    """Law of the first NEW tokens after an empty text."""
+def decoder_distribution(verify: Verify, p: Model, q: Model | Text, *, J: int, count: Count) -> Distribution:
+    """Distribution of the first NEW tokens after an empty text."""
     V = len(p(()))
     texts = [t for n in range(NEW) for t in itertools.product(range(V), repeat=n)]
-    rounds = dict(zip(texts, round_laws(verify, p, q, texts, J=J, count=count), strict=True))
+    rounds = dict(zip(texts, round_distributions(verify, p, q, texts, J=J, count=count), strict=True))
 
-    def extend(text: Text) -> Law:
+    def extend(text: Text) -> Distribution:
         if len(text) >= NEW:
             return {text[:NEW]: 1.0}
-        out: Law = {}
+        out: Distribution = {}
         for emitted, weight in rounds[text].items():
             for whole, share in extend((*text, *emitted)).items():
                 out[whole] = out.get(whole, 0.0) + weight * share
@@ -119,14 +126,14 @@ def decoder_law(verify: Verify, p: Model, q: Model | Text, *, J: int, count: Cou
     return extend(())
 
 
-def target_law(p: Model, vocab: int) -> Law:
+def target_distribution(p: Model, vocab: int) -> Distribution:
     def probability(text: Text) -> float:
         return float(torch.stack([p(text[:k])[token] for k, token in enumerate(text)]).prod())
 
     return {text: probability(text) for text in itertools.product(range(vocab), repeat=NEW)}
 
 
-def gap(got: Law, expected: Law) -> float:
+def gap(got: Distribution, expected: Distribution) -> float:
     return max(abs(got.get(text, 0.0) - expected.get(text, 0.0)) for text in {*got, *expected})
 
 
@@ -135,18 +142,18 @@ def imitation(rule: str) -> Verify:
 
     def verify(x: Tensor, count: Tensor, q: Tensor, p: Tensor, slots: Tensor, last: Tensor):  # type: ignore[no-untyped-def]
         J = x.shape[1]
-        p_x, q_x = (law[:, :J].gather(-1, x[..., None])[..., 0] for law in (p, q))
+        p_x, q_x = (distribution[:, :J].gather(-1, x[..., None])[..., 0] for distribution in (p, q))
         bar = {"accepts below p": p_x, "accepts if p beats u": (p_x / q_x).clamp(max=1) ** 2}.get(rule, p_x / q_x)
         ok = (slots < bar) & (torch.arange(J) < count[:, None])
         n = (ok.cumsum(1) == torch.arange(1, J + 1)).sum(1)
         following = []
         for end in range(J + 1):
-            law = p[:, end]
-            excess = (law - q[:, end]).clamp(min=0) if end < J else law
-            excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, law)
+            distribution = p[:, end]
+            excess = (distribution - q[:, end]).clamp(min=0) if end < J else distribution
+            excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, distribution)
             residual = (count != end) | (rule == "residual at the end of a short draft")
             residual &= rule != "residual is p"
-            following.append(draw(torch.where(residual[:, None], excess, law), last))
+            following.append(draw(torch.where(residual[:, None], excess, distribution), last))
         return n, torch.stack(following, 1).gather(1, n[:, None])[:, 0]
 
     return verify
@@ -171,25 +178,25 @@ SETTINGS = [Sampling(temperature=1.0, top_p=1.0), Sampling(temperature=0.7, top_
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["plain", "warped"])
 @pytest.mark.parametrize(("vocab", "J", "seed"), [(3, 1, 0), (3, 2, 1), (4, 2, 2), (3, 3, 3)])
-def test_law_is_the_targets(sampling: Sampling, vocab: int, J: int, seed: int) -> None:
+def test_distribution_is_the_targets(sampling: Sampling, vocab: int, J: int, seed: int) -> None:
     p, q = table(seed, vocab, sampling=sampling), table(100 + seed, vocab, sampling=sampling)
     texts = [t for n in range(NEW) for t in itertools.product(range(vocab), repeat=n)]
     distance = sum(total_variation(p(t), q(t)) for t in texts) / len(texts)
     assert 0.1 < distance < 0.8  # acceptance is 1 - TV
     if sampling.top_p < 1:
         assert any((p(t) == 0).any() for t in texts)
-    expected = target_law(p, vocab)
+    expected = target_distribution(p, vocab)
     for count in (whole(J), by_prefix):
-        assert gap(decoder_law(verify_sampled, p, q, J=J, count=count), expected) < 1e-9
+        assert gap(decoder_distribution(verify_sampled, p, q, J=J, count=count), expected) < 1e-9
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["plain", "warped"])
-def test_law_with_deterministic_drafts(sampling: Sampling) -> None:
+def test_distribution_with_deterministic_drafts(sampling: Sampling) -> None:
     p = table(4, 3, sampling=sampling)
     for drafts in itertools.product(range(3), repeat=2):
         for n in range(3):
-            law = decoder_law(verify_sampled, p, drafts, J=2, count=lambda x, n=n: n)
-            assert gap(law, target_law(p, 3)) < 1e-9
+            distribution = decoder_distribution(verify_sampled, p, drafts, J=2, count=lambda x, n=n: n)
+            assert gap(distribution, target_distribution(p, 3)) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -204,19 +211,22 @@ def test_law_with_deterministic_drafts(sampling: Sampling) -> None:
 )
 def test_biased_decoders_are_rejected(rule: str, count: Count) -> None:
     p, q = (table(s, 3, sampling=SETTINGS[0]) for s in (1, 101))
-    expected = target_law(p, 3)
-    assert gap(decoder_law(imitation(rule), p, q, J=2, count=count), expected) > 0.01
+    expected = target_distribution(p, 3)
+    assert gap(decoder_distribution(imitation(rule), p, q, J=2, count=count), expected) > 0.01
     for lawful in (whole(2), by_prefix):
-        assert gap(decoder_law(imitation("honest"), p, q, J=2, count=lawful), expected) < 1e-9
+        assert gap(decoder_distribution(imitation("honest"), p, q, J=2, count=lawful), expected) < 1e-9
 
 
 def test_appendix_a_of_dspark() -> None:
     """A schedule that reads the token it decides on outputs A with probability 0.85 instead of 0.7."""
-    p, q = (lambda text, law=law: torch.tensor(law, dtype=torch.float64) for law in ((0.7, 0.3), (0.5, 0.5)))
+    p, q = (
+        lambda text, distribution=distribution: torch.tensor(distribution, dtype=torch.float64)
+        for distribution in ((0.7, 0.3), (0.5, 0.5))
+    )
 
     def first_is_a(count: Count) -> float:
-        (law,) = round_laws(verify_sampled, p, q, [()], J=2, count=count)
-        return sum(weight for emitted, weight in law.items() if emitted[0] == 0)
+        (distribution,) = round_distributions(verify_sampled, p, q, [()], J=2, count=count)
+        return sum(weight for emitted, weight in distribution.items() if emitted[0] == 0)
 
     assert first_is_a(lambda x: 0 if x[0] else 2) == pytest.approx(0.85, abs=1e-9)
     assert first_is_a(lambda x: 0) == pytest.approx(0.7, abs=1e-9)
@@ -230,13 +240,13 @@ WARPED = Sampling(temperature=0.8, top_p=0.9)
 
 def _model(target, sampling: Sampling) -> Model:
     @torch.no_grad()
-    def law(text: Text) -> Tensor:
+    def distribution(text: Text) -> Tensor:
         return sampling.probs(target.logits(target(torch.tensor([[*PROMPT, *text]])).hidden_BLD[0, -1]))
 
-    return cache(law)
+    return cache(distribution)
 
 
-def _chi_square(counts: Law, expected: Law) -> float:
+def _chi_square(counts: Distribution, expected: Distribution) -> float:
     """Deviations of the statistic above its mean; cells below 5 expected are pooled, impossible texts fatal."""
     if any(expected[text] == 0 for text in counts):
         return float("inf")
@@ -250,8 +260,8 @@ def _chi_square(counts: Law, expected: Law) -> float:
     return (statistic - (len(cells) - 1)) / (2 * (len(cells) - 1)) ** 0.5
 
 
-def _sample(decoder, samples: int) -> tuple[Law, list]:
-    counts: Law = {}
+def _sample(decoder, samples: int) -> tuple[Distribution, list]:
+    counts: Distribution = {}
     rounds = []
     for start in range(0, samples, ROWS):
         seeds = range(start, start + ROWS)
@@ -269,9 +279,9 @@ def _pair(toys: SimpleNamespace):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_end_to_end_law(toys: SimpleNamespace, threshold: float) -> None:
+def test_end_to_end_distribution(toys: SimpleNamespace, threshold: float) -> None:
     target, draft = _pair(toys)
-    expected = target_law(_model(target, WARPED), VOCAB)
+    expected = target_distribution(_model(target, WARPED), VOCAB)
     assert min(expected.values()) == 0  # top_p cuts something
     decoder = toys.speculative(
         target=target, proposer=DraftProposer(draft), sampling=WARPED, confidence_threshold=threshold
@@ -286,13 +296,13 @@ def test_end_to_end_law(toys: SimpleNamespace, threshold: float) -> None:
 
 @torch.no_grad()
 def _distance(toys, target, draft) -> float:
-    """Mean TV between the drafter's and the target's law over the texts that follow the prompt."""
-    proposer, law, gaps = toys.Remembering(DraftProposer(draft)), _model(target, WARPED), []
+    """Mean TV between the drafter's and the target's distribution over the texts that follow the prompt."""
+    proposer, distribution, gaps = toys.Remembering(DraftProposer(draft)), _model(target, WARPED), []
     for token in range(VOCAB):
         proposer.begin(target(torch.tensor([PROMPT]), taps=proposer.tap_ids).features_BLF)
         uniform = Streams([0], torch.device("cpu")).take(2)
         proposal = proposer.propose([[*PROMPT, token]], sampling=WARPED, uniform_BJ=uniform, confidence=False)
-        gaps.append(total_variation(proposal.probs_BJV[0, 0], law((token,))))
+        gaps.append(total_variation(proposal.probs_BJV[0, 0], distribution((token,))))
     return sum(gaps) / len(gaps)
 
 
@@ -316,14 +326,14 @@ def test_biased_decoders_are_rejected_end_to_end(
             return accepted, torch.where(accepted < count, again, following) if rule == "residual is p" else following
 
         monkeypatch.setattr(speculative, "verify_sampled", biased)
-    expected = target_law(_model(target, WARPED), VOCAB)
+    expected = target_distribution(_model(target, WARPED), VOCAB)
     assert _chi_square(_sample(decoder, FEW)[0], expected) > 20
 
 
 @pytest.mark.slow
-def test_end_to_end_law_of_prompt_lookup(toys: SimpleNamespace) -> None:
+def test_end_to_end_distribution_of_prompt_lookup(toys: SimpleNamespace) -> None:
     target, _ = _pair(toys)
     proposer = PromptLookupProposer(num_drafts=2, max_ngram=2, device=torch.device("cpu"))
     counts, rounds = _sample(toys.speculative(target=target, proposer=proposer, sampling=WARPED), SAMPLES)
     assert {r.drafted for r in rounds} >= {1, 2}
-    assert _chi_square(counts, target_law(_model(target, WARPED), VOCAB)) < 4
+    assert _chi_square(counts, target_distribution(_model(target, WARPED), VOCAB)) < 4

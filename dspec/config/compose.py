@@ -1,6 +1,6 @@
 """Composing and running a config: recipes as a Hydra group, entry points, one-line errors with exit code 2.
 
-Checks are in dspec/config_checks.py and dspec/config_types.py, run folders in dspec/run_folder.py.
+Checks are in dspec/config/checks.py and dspec/config/types.py, run folders in dspec/config/run_folder.py.
 """
 
 import difflib
@@ -24,12 +24,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dspec.config_checks import check, known_keys
-from dspec.config_types import check_types
+from dspec.config.checks import check, known_keys
+from dspec.config.old_names import check_arguments, gone_group
+from dspec.config.recipes import CONF, ROOT, SCALES, VARIANTS, has_pretrained, pages, register_groups, variants
+from dspec.config.run_folder import STARTED, override_key, resumed, run_dir
+from dspec.config.types import check_types
 from dspec.errors import UserError
-from dspec.old_names import check_arguments, gone_group
-from dspec.recipes import CONF, ROOT, SCALES, VARIANTS, has_pretrained, pages, register_groups, variants
-from dspec.run_folder import STARTED, key, resumed, run_dir
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +71,16 @@ def _precision_of_target(*, _root_: DictConfig) -> str:
     return "32-true" if OmegaConf.select(_root_, "target.dtype") == "float32" else "bf16-mixed"
 
 
-def composed(base: str, overrides: Sequence[str]) -> DictConfig:
-    """conf/<base>.yaml with `overrides`, for a program whose command line is not Hydra's."""
+def composed(config: str, overrides: Sequence[str]) -> DictConfig:
+    """conf/<config>.yaml with `overrides`, for a program whose command line is not Hydra's."""
     register()
     check_arguments(overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            cfg = compose(base, overrides=list(overrides))
+            cfg = compose(config, overrides=list(overrides))
         except ConfigCompositionException as error:
-            raise _mistyped(error, overrides, config=base) or error from error
-    check(cfg, base=base)
+            raise _mistyped(error, overrides, config=config) or error from error
+    check(cfg, config=config)
     return cfg
 
 
@@ -129,7 +129,7 @@ def _check_scale(cfg: DictConfig) -> None:
             f"recipes/{page}.yaml has no numbers for pretrained targets: leave out scale=pretrained, or data=gsm8k or "
             "data=jsonl, which choose it"
         )
-    if chosen["scale"] == "embedded" and "tiny" not in target and has_pretrained(page):
+    if chosen["scale"] == "embedded" and target not in ("tiny", "tiny_fresh") and has_pretrained(page):
         log.info("target=%s runs with the embedded target's numbers; for a pretrained one's: scale=pretrained", target)
 
 
@@ -160,7 +160,7 @@ def _mistyped(error: ConfigCompositionException, args: Sequence[str], *, config:
     if gone := gone_group(found[1]):
         return UserError(gone)
     path, _, name = found[1].rpartition(".")
-    rest = [a for a in args if not a.startswith("-") and key(a) != found[1]]
+    rest = [a for a in args if not a.startswith("-") and override_key(a) != found[1]]
     try:
         GlobalHydra.instance().clear()
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -189,7 +189,7 @@ def entry_point(*, config: str) -> Callable[[Callable[[DictConfig], None]], Call
         def guarded(cfg: DictConfig) -> None:
             # a sweep continues with its other jobs: Hydra raises the error at the end
             with nullcontext() if HydraConfig.get().mode == RunMode.MULTIRUN else one_line_errors():
-                check(cfg, base=config)
+                check(cfg, config=config)
                 if config == "train":
                     _check_scale(cfg)
                 task(cfg)

@@ -1,4 +1,4 @@
-"""Checks of a composed config that import nothing heavy: keys, missing parts, ranges. Types: dspec/config_types.py."""
+"""Checks of a composed config that import nothing heavy: keys, missing parts, ranges. Types: dspec/config/types.py."""
 
 import difflib
 import re
@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from dspec.config.leaves import flat
+from dspec.config.old_names import check_config
+from dspec.config.recipes import CONF
 from dspec.errors import UserError
-from dspec.leaves import flat
-from dspec.old_names import check_config
-from dspec.recipes import CONF
 
 _KEYLESS = {"recipe", "page", "page_scale", "scale", "hardware", "hydra"}  # groups merged under other keys
 
@@ -23,6 +23,7 @@ _LEAST = {
     "evaluation.warmup": 0,
     "evaluation.generate_prompts": 0,
     "data.validation": 0,
+    "data.window": 1,
     "accumulate_grad_batches": 1,
     "num_anchors": 1,
     "block_size": 1,
@@ -40,31 +41,31 @@ _LEAST = {
 }
 
 
-def check(cfg: DictConfig, *, base: str) -> None:
-    """Raises UserError for a config of conf/<base>.yaml with an invalid key, part or value."""
-    config: Any = OmegaConf.to_container(cfg, resolve=False)
-    leaves = flat(config)
+def check(cfg: DictConfig, *, config: str) -> None:
+    """Raises UserError for a config of conf/<config>.yaml with an invalid key, part or value."""
+    values: Any = OmegaConf.to_container(cfg, resolve=False)
+    leaves = flat(values)
     check_config(leaves)
-    _check_keys(config, base=base)
-    _check_nulls(config)
-    _check_own_values(config)
+    _check_keys(values, config=config)
+    _check_nulls(values)
+    _check_own_values(values)
     for path, value in leaves.items():
         if value == "???" and "." in path:
             raise UserError(f"{path} is not set: pass {path}=<value>")
         if not path.startswith("search."):  # lists of such values
             _check_range(path, value)
-    _check_copies(config.get("decoder") or {})
+    _check_copies(values.get("decoder") or {})
 
 
-def known_keys(base: str) -> set[str]:
-    """Top-level keys that a config composed from conf/<base>.yaml may have."""
-    return _keys(base) - _KEYLESS
+def known_keys(config: str) -> set[str]:
+    """Top-level keys that a config composed from conf/<config>.yaml may have."""
+    return _keys(config) - _KEYLESS
 
 
-def _keys(base: str) -> set[str]:
-    """Top-level keys of conf/<base>.yaml and of the group-less configs in its defaults list."""
+def _keys(config: str) -> set[str]:
+    """Top-level keys of conf/<config>.yaml and of the group-less configs in its defaults list."""
     found: set[str] = set()
-    for key, value in (yaml.safe_load((CONF / f"{base}.yaml").read_text("utf-8")) or {}).items():
+    for key, value in (yaml.safe_load((CONF / f"{config}.yaml").read_text("utf-8")) or {}).items():
         if key != "defaults":
             found.add(key)
             continue
@@ -76,10 +77,10 @@ def _keys(base: str) -> set[str]:
     return found
 
 
-def _check_keys(config: Mapping[str, Any], *, base: str) -> None:
-    """Raises UserError for top-level keys that conf/<base>.yaml does not know (Hydra merges those silently)."""
-    known = known_keys(base)
-    if unknown := sorted(set(map(str, config)) - known - {"hydra"}):
+def _check_keys(values: Mapping[str, Any], *, config: str) -> None:
+    """Raises UserError for top-level keys that conf/<config>.yaml does not know (Hydra merges those silently)."""
+    known = known_keys(config)
+    if unknown := sorted(set(map(str, values)) - known - {"hydra"}):
         raise UserError(
             f"unknown key {', '.join(unknown)}{_nearest(unknown[0], known)}; the config has: {', '.join(sorted(known))}"
         )

@@ -8,14 +8,14 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from dspec.config import composed
+from dspec.config.compose import composed
+from dspec.config.leaves import flat
+from dspec.config.old_names import _KEYS, _TARGETS, check_config, renamed
 from dspec.errors import UserError
-from dspec.leaves import flat
-from dspec.old_names import _KEYS, _TARGETS, check_config, renamed
 from eval.reports.comparison import _differing
 from eval.results import load
 
-OLD = Path(__file__).parent / "eval" / "old_runs"
+OLD = Path(__file__).parents[1] / "eval" / "old_runs"
 RUNS = sorted(path.stem for path in OLD.glob("*.json"))
 
 
@@ -64,6 +64,13 @@ def test_tuning_was_part_of_jacobi_forcing(old: str, new: str) -> None:
     assert _there(new)
     with pytest.raises(UserError, match=f"is now {new}"):
         check_config({"method.tuning._target_": old})
+
+
+@pytest.mark.parametrize("module", ["dspec.teachers", "dspec.jacobi_forcing.teachers"])
+def test_the_frozen_teacher_was_called_frozen(module: str) -> None:
+    new = "dspec.jacobi_forcing.teachers.FrozenTeacher"
+    assert renamed({"teacher": {"_target_": f"{module}.Frozen"}}) == {"teacher": {"_target_": new}}
+    assert _there(new)
 
 
 def test_an_old_run_compares_with_a_new_one(tmp_path: Path) -> None:

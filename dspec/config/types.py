@@ -1,7 +1,7 @@
 """Checks a config against the constructors it names: each key is a parameter, each value of the parameter's type.
 
 Constructors are imported for this, torch with them: entry points call `check_types` where the run begins, after the
-checks of dspec/config_checks.py and before anything is loaded.
+checks of dspec/config/checks.py and before anything is loaded.
 """
 
 import difflib

@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
+from data.conversations import Conversations, pad
 from data.loaders import Share, Shuffle, shares, shuffled
-from data.module import Conversations, PackedCorpus, document_batch, pack_documents, pad
+from data.packed_corpus import PackedCorpus, document_batch, pack_documents
 from data.prompts import EmbeddedPrompts, JsonlPrompts
 from dspec.errors import UserError
 from dspec.method import Batch

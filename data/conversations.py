@@ -1,11 +1,11 @@
-"""Data modules: tokenised conversations for drafters, packed documents for the AR base.
+"""The data module of tokenised conversations, one per row, for drafters and AS-ARM.
 
 Everything is a function of the seed. Each rank loads its own share of every batch (data/loaders.py): the trainer must
 not distribute the rows again (use_distributed_sampler: false). Legend: B = rows, L = positions.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,18 +14,16 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
-from data.embedded.corpus import corpus
-from data.loaders import held_out, shuffled
-from data.prompts import Prompt, PromptSource
+from data.loaders import Document, held_out, shuffled
+from data.prompts import PromptSource, TrainingPrompt
 from data.regenerate import Response, regenerate, settings_key
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.language_model import LanguageModel
+from dspec.models.backbone import Backbone
+from dspec.models.language_model import causal
 from dspec.provenance import fingerprint
-
-Document = tuple[list[int], int]  # ids, and where the response starts
 
 
 class Regeneration(TypedDict):
@@ -43,7 +41,7 @@ class Conversations(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: LanguageModel,
+        target: Backbone,
         source: PromptSource,
         policy: PromptPolicy,
         regeneration: Regeneration | None,
@@ -106,7 +104,7 @@ class Conversations(L.LightningDataModule):
             path=self.responses_path,
             settings=self.settings(),
             prompts=self.encoded("train"),
-            decoder=Autoregressive(target=self.target),
+            decoder=Autoregressive(target=causal(self.target)),
             sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,
@@ -162,7 +160,7 @@ class Conversations(L.LightningDataModule):
     def _row(self, prompt: Sequence[int], response: Sequence[int]) -> Document:
         return [*prompt, *response][: self.max_length], len(prompt)
 
-    def _corpus_row(self, prompt: Prompt) -> Document:
+    def _corpus_row(self, prompt: TrainingPrompt) -> Document:
         if prompt.response is None:
             raise UserError(f'prompt {prompt.id} has no "response"; add one, or set data.regeneration')
         tokenizer = self.target.tokenizer
@@ -193,88 +191,3 @@ def pad(rows: Sequence[Document]) -> Batch:
         ids_BL[i, : len(ids)] = torch.tensor(ids)
         supervised_BL[i, start : len(ids)] = True
     return Batch(ids_BL, supervised_BL)
-
-
-class PackedCorpus(L.LightningDataModule):
-    """The embedded corpus as packed rows of whole documents (prompt, response, end), for the AR base."""
-
-    def __init__(
-        self,
-        *,
-        target: LanguageModel,
-        policy: PromptPolicy,
-        counts: Mapping[str, int],
-        row_length: int,
-        batch_size: int,
-        validation: int,
-        seed: int,
-    ) -> None:
-        super().__init__()
-        self.target, self.policy, self.counts = target, policy, counts
-        self.row_length, self.batch_size, self.validation, self.seed = row_length, batch_size, validation, seed
-        self._rows: list[list[Document]] = []
-
-    @property
-    def prompt_policy(self) -> dict[str, Any]:
-        return self.policy.to_dict(self.target.tokenizer)
-
-    def setup(self, stage: str) -> None:
-        if self._rows:
-            return
-        tokenizer = self.target.tokenizer
-        documents = []
-        for e in corpus(counts=self.counts, split="train", seed=self.seed):
-            prompt = prompt_ids(tokenizer, e.prompt, self.policy)
-            documents.append(([*prompt, *response_ids(tokenizer, e.response)], len(prompt)))
-        self._rows = pack_documents(documents, self.row_length)
-
-    def train_dataloader(self) -> StatefulDataLoader:
-        rows = self._rows[self.validation :]
-        return shuffled(
-            rows,
-            lengths=[self.row_length] * len(rows),
-            batch_size=self.batch_size,
-            window=None,
-            collate=self._collate,
-            module=self,
-            seed=self.seed,
-        )
-
-    def val_dataloader(self) -> StatefulDataLoader:
-        return held_out(self._rows[: self.validation], batch_size=self.batch_size, collate=self._collate, module=self)
-
-    def _collate(self, rows: Sequence[list[Document]]) -> Batch:
-        return document_batch(rows, self.row_length)
-
-
-def pack_documents(documents: Sequence[Document], length: int) -> list[list[Document]]:
-    """Rows of whole documents, filled in order; raises UserError for a document longer than a row."""
-    rows: list[list[Document]] = []
-    room = 0
-    for ids, start in documents:
-        if len(ids) > length:
-            raise UserError(f"a document of {len(ids)} tokens does not fit data.row_length={length}; raise it")
-        if len(ids) > room:
-            rows.append([])
-            room = length
-        rows[-1].append((ids, start))
-        room -= len(ids)
-    return rows
-
-
-def document_batch(rows: Sequence[list[Document]], length: int) -> Batch:
-    """Responses are supervised, prompts are not; padding is document -1."""
-    ids_BL = torch.zeros(len(rows), length, dtype=torch.long)
-    document_BL = torch.full((len(rows), length), -1)
-    positions_BL = torch.zeros(len(rows), length, dtype=torch.long)
-    supervised_BL = torch.zeros(len(rows), length, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        at = 0
-        for number, (ids, start) in enumerate(row):
-            end = at + len(ids)
-            ids_BL[i, at:end] = torch.tensor(ids)
-            document_BL[i, at:end] = number
-            positions_BL[i, at:end] = torch.arange(len(ids))
-            supervised_BL[i, at + start : end] = True
-            at = end
-    return Batch(ids_BL, supervised_BL, document_BL, positions_BL)

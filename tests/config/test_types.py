@@ -7,8 +7,8 @@ from typing import Any, Literal, TypedDict, get_args, get_origin, is_typeddict
 import pytest
 from omegaconf import OmegaConf
 
-from dspec.config import CONF, ROOT, composed, instantiate
-from dspec.config_types import check_types, parameters
+from dspec.config.compose import CONF, ROOT, composed, instantiate
+from dspec.config.types import check_types, parameters
 from dspec.errors import UserError
 
 

@@ -1,5 +1,6 @@
 """Bad input gets one line with the mend and exit code 2, before anything is trained."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -9,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import DictConfig
 
-from dspec import run_folder
-from dspec.config import entry_point
+from dspec.config import run_folder
+from dspec.config.compose import CONF, entry_point
+from dspec.config.old_names import check_arguments
 from dspec.errors import UserError
-from dspec.old_names import check_arguments
 from dspec.train import main
 
 Failing = Callable[..., str]
@@ -313,6 +314,8 @@ def test_choices_of_ones_own_are_not_old_ones(tmp_path: Path) -> None:
     ("args", "said"),
     [
         (["target=smollm2_135m"], True),
+        (["target=hf", "target.path=tinyllama"], True),
+        (["target=tinyllama", "hydra.searchpath=[file://{own}]"], True),  # not the embedded tiny
         (["target=smollm2_135m", "scale=pretrained"], False),
         (["target=smollm2_135m", "data=gsm8k"], False),
         (["recipe=ar_base", "target=smollm2_135m"], False),  # has no other numbers
@@ -323,6 +326,9 @@ def test_a_pretrained_target_with_the_embedded_ones_numbers_is_said(
     args: list[str], said: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[DictConfig] = []
+    (tmp_path / "target").mkdir()
+    shutil.copy(CONF / "target" / "smollm2_135m.yaml", tmp_path / "target" / "tinyllama.yaml")
+    args = [arg.format(own=tmp_path) for arg in args]
     monkeypatch.setattr(sys, "argv", ["dspec.train", *args, f"hydra.run.dir={tmp_path / 'run'}"])
     entry_point(config="train")(ran.append)()
     lines = [line for line in capfd.readouterr().out.splitlines() if "scale=pretrained" in line]

@@ -50,7 +50,7 @@ def _agreed(local: str) -> str:
     return str(store.get(key).decode())
 
 
-def key(override: str) -> str:
+def override_key(override: str) -> str:
     """What an override sets: `seed` of "seed=1", `target` of "+target=tiny"."""
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
@@ -81,8 +81,10 @@ def resumed(args: Sequence[str], *, config: str) -> list[str]:
     stored = _stored(folder, "overrides") or []
     if not isinstance(stored, list) or not all(isinstance(override, str) for override in stored):
         raise UserError(_damaged(folder, "overrides", "it is no list of overrides"))
-    overridden = {key(arg) for arg in args}
-    return _options_first([*args, *(old for old in stored if key(old) not in overridden), "hydra.output_subdir=null"])
+    overridden = {override_key(arg) for arg in args}
+    return _options_first(
+        [*args, *(old for old in stored if override_key(old) not in overridden), "hydra.output_subdir=null"]
+    )
 
 
 def _stored(folder: Path, name: str, *keys: str) -> Any:
@@ -125,7 +127,7 @@ def remember_command(cfg: DictConfig) -> None:
     run, folder = HydraConfig.get(), Path(HydraConfig.get().runtime.output_dir) / ".hydra"
     if run.output_subdir is not None or not folder.is_dir():
         return
-    command = [override for override in run.overrides.task if key(override) != "resume"]
+    command = [override for override in run.overrides.task if override_key(override) != "resume"]
     hydra_cfg = OmegaConf.create({"hydra": run})
     parts = {"overrides": OmegaConf.create(command), "config": cfg, "hydra": hydra_cfg}
     for name, part in parts.items():

@@ -3,7 +3,9 @@
 A page is merged in three places (conf/train.yaml has the order): its `defaults` as recipe/<name>; its body as
 page/<name>; its section `pretrained`, the numbers for pretrained targets, as page_scale/<name>_pretrained, with
 scale=pretrained. After them come the groups that replace parts of a page (data, schedule, hardware), and last a recipe
-of a user's own. data=gsm8k and data=jsonl choose scale=pretrained; other data may do so, too.
+of a user's own. The sections `decoder` and `benchmark` are merged into the page's own choices of these groups, so that
+others chosen on the command line keep their files' values. data=gsm8k and data=jsonl choose scale=pretrained; other
+data may do so, too.
 """
 
 from pathlib import Path
@@ -14,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 
 from dspec.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 VARIANTS = CONF / "decoder_variants.yaml"
 SCALES = ("embedded", "pretrained")  # choices of the group `scale`: a page's own numbers, or its `pretrained` section's
@@ -53,12 +55,28 @@ def store_recipes(folder: Path) -> None:
 
 
 def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any]:
-    """Stores the body and the section `pretrained`; returns the defaults, which name the body."""
-    defaults, pretrained = page.pop("defaults", []), page.pop("pretrained", None)
-    store.store(group="page", name=name, node=page, package="_global_")
-    if pretrained is not None:
+    """Stores the page's parts; returns its defaults, which name the body and the page's own choices."""
+    chosen = {group: choice for entry in page.pop("defaults", []) for group, choice in entry.items()}
+    if decoders := page.pop("decoder", {}):
+        # a label goes with a decoder however it is chosen: it tells its weights apart in tables and comparisons
+        page["decoder"] = {key: {"label": node.pop("label")} for key, node in decoders.items() if "label" in node}
+        own = {key: _own_choice(store, f"decoder.{key}", name, key, node) for key, node in decoders.items()}
+        chosen["override /decoder"] = [own.get(choice, choice) for choice in chosen["override /decoder"]]
+    if benchmarks := page.pop("benchmark", {}):
+        choice = chosen["override /benchmark"]
+        chosen["override /benchmark"] = _own_choice(store, "benchmark", name, choice, benchmarks)
+    if pretrained := page.pop("pretrained", {}):
         store.store(group="page_scale", name=f"{name}_pretrained", node=pretrained, package="_global_")
-    return {"defaults": [*defaults, {"override /page": name}]}
+    store.store(group="page", name=name, node=page, package="_global_")
+    return {"defaults": [*({group: choice} for group, choice in chosen.items()), {"override /page": name}]}
+
+
+def _own_choice(store: ConfigStore, package: str, page: str, choice: str, numbers: dict[str, Any]) -> str:
+    """Stores the page's numbers for one decoder or benchmark on top of the chosen file; returns that choice's name."""
+    group = package.partition(".")[0]
+    node = {"defaults": [f"/{group}/{choice}@_here_", "_self_"], **numbers}
+    store.store(group=f"{group}/{page}", name=choice, node=node, package=package)
+    return f"{page}/{choice}"
 
 
 def has_pretrained(page: str) -> bool:
