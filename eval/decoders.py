@@ -5,7 +5,7 @@ it is loaded when its first decoder is built, so that no training run holds a se
 (instantiate_decoders in dspec/config/compose.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from dspec.decoding.loop import Decoder
 from dspec.errors import UserError
 from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
-from eval.results import ANY_SUBSET, AR
+from eval.results import ANY_SUBSET, AR, DIFFUSION
 
 Base = Callable[[], Backbone]
 Build = Callable[..., Decoder]
@@ -102,6 +102,94 @@ def assd(
 def sigma_gpt(*, label: str, weights: str, base: Base, num_orders: int) -> DecoderSpec:
     """Rejection sampling in random orders (sigma-GPT): biased; the drafter is not used."""
     return _spec(label, weights, base, partial(factory.sigma_gpt, num_orders=num_orders), baseline=ANY_SUBSET)
+
+
+def diffusion(
+    *, label: str, weights: str, base: Base, tokens_per_step: int, block_size: int | None, attention: str | None
+) -> DecoderSpec:
+    """A diffusion LM's most confident tokens, a fixed number per pass; with one the baseline of all its decoders."""
+    settings: dict[str, Any] = {"tokens_per_step": tokens_per_step, "block_size": block_size, "attention": attention}
+    return _spec(label, weights, base, partial(factory.diffusion, **settings), baseline=DIFFUSION)
+
+
+def confidence_threshold(
+    *,
+    label: str,
+    weights: str,
+    base: Base,
+    threshold: float,
+    block_size: int | None,
+    attention: str | None,
+    cache: str,
+) -> DecoderSpec:
+    """A diffusion LM's tokens that are probable enough, at least one per pass."""
+    settings: dict[str, Any] = {
+        "threshold": threshold,
+        "block_size": block_size,
+        "attention": attention,
+        "cache": cache,
+    }
+    return _spec(label, weights, base, partial(factory.confidence_threshold, **settings), baseline=DIFFUSION)
+
+
+def d2f(
+    *,
+    label: str,
+    weights: str,
+    base: Base,
+    block_size: int | None,
+    append: float,
+    activate: float,
+    threshold: float,
+) -> DecoderSpec:
+    """Several blocks of a diffusion LM at a time, under block-causal attention."""
+    settings: dict[str, Any] = {
+        "block_size": block_size,
+        "append": append,
+        "activate": activate,
+        "threshold": threshold,
+    }
+    return _spec(label, weights, base, partial(factory.d2f, **settings), baseline=DIFFUSION)
+
+
+def lopa(
+    *,
+    label: str,
+    weights: str,
+    base: Base,
+    block_size: int | None,
+    append: float,
+    activate: float,
+    threshold: float,
+    window_attention: str,
+    cache: str,
+    branches: int,
+    confidence: str,
+    segment: int,
+    ranking: str,
+    rank_timeout: float | None,
+) -> DecoderSpec:
+    """D2F, or plain diffusion, with lookahead branches."""
+    settings: dict[str, Any] = {
+        "block_size": block_size,
+        "append": append,
+        "activate": activate,
+        "threshold": threshold,
+        "window_attention": window_attention,
+        "cache": cache,
+        "branches": branches,
+        "confidence": confidence,
+        "segment": segment,
+        "ranking": ranking,
+        "rank_timeout": rank_timeout,
+    }
+    return _spec(label, weights, base, partial(factory.lopa, **settings), baseline=DIFFUSION)
+
+
+def only_diffusion(specs: Iterable[DecoderSpec]) -> bool:
+    """Whether all are decoders of diffusion LMs: their model cannot be decoded by plain AR, whatever its prompts."""
+    found = list(specs)
+    return bool(found) and all(spec.baseline.removeprefix("base_") == DIFFUSION for spec in found)
 
 
 def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str = AR) -> DecoderSpec:

@@ -30,7 +30,7 @@ from eval.gate import against_generate, timed
 from eval.progress import Meter
 from eval.prompts import Prompt, UnfitError, encode, text_of
 from eval.reports.table import line
-from eval.results import ANY_SUBSET, AR, ResultRow, assemble, kept_ar_check, reference
+from eval.results import ANY_SUBSET, AR, DIFFUSION, ResultRow, assemble, kept_ar_check, reference
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
 
@@ -102,7 +102,7 @@ class Evaluation:
             raise UserError("a benchmark has no prompts: set its count to at least 1")
         for name, prompts in encoded.items():
             needed = ANY_SUBSET if _infilling(prompts) else AR
-            if needed not in specs:
+            if needed not in specs and (needed == ANY_SUBSET or DIFFUSION not in specs):
                 raise UserError(f"decoder must contain {needed}: speeds on {name} are measured against it")
             for item, prompt in prompts:
                 try:
@@ -186,7 +186,7 @@ class Evaluation:
                 if log.samples and kept_check is not None:
                     check = kept_check
                 else:
-                    check = self._check_ar(target, benchmarks, encoded, stop_ids, meter)
+                    check = self._check_ar(target, specs, benchmarks, encoded, stop_ids, meter)
                 if not log.samples:
                     on_rows(rows, check)
                 conditions = self._conditions(specs, benchmarks, encoded, decoders)
@@ -224,13 +224,14 @@ class Evaluation:
     def _check_ar(
         self,
         target: Backbone,
+        specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         encoded: Mapping[str, Prompts],
         stop_ids: Sequence[int],
         meter: Meter,
     ) -> ARCheck:
         """AR against generate, on the first benchmark that AR can answer; without one nothing is timed."""
-        answered = [name for name, prompts in encoded.items() if not _infilling(prompts)]
+        answered = [name for name, prompts in encoded.items() if AR in specs and not _infilling(prompts)]
         name, most = (answered[0], self.generate_prompts) if answered else (next(iter(benchmarks)), 0)
         if most:
             meter.phase("comparing AR with transformers' generate")

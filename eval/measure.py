@@ -17,7 +17,7 @@ from dspec.decoding import factory
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
-from eval.decoders import DecoderSpec
+from eval.decoders import DecoderSpec, only_diffusion
 from eval.evaluate import Evaluation
 from eval.load import LoadedModel, load_model
 from eval.results import AR
@@ -37,8 +37,8 @@ class EvaluationResult:
 
 
 def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir: Path) -> EvaluationResult:
-    """Runs the decoders of `cfg`, and plain AR unless all `benchmarks` have holes to fill. samples.jsonl and
-    results.json grow in `run_dir`."""
+    """Runs the decoders of `cfg`, and plain AR unless all are those of diffusion LMs or all `benchmarks` have holes to
+    fill. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     check_types(cfg)
@@ -52,7 +52,8 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     target = loaded.target
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
-    if AR not in specs and any(not item.infills for b in benchmarks.values() for item in b.items()[:1]):
+    left_to_right = any(not item.infills for b in benchmarks.values() for item in b.items()[:1])
+    if AR not in specs and left_to_right and not only_diffusion(specs.values()):
         specs = {AR: _plain_ar(), **specs}
     log.info("evaluating %s in %s", target.name, run_dir)
     dtype = str(target.dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from dspec.errors import UserError
 SCHEMA = 3
 AR = "autoregressive"
 AR_OF_BASE = "base_autoregressive"  # plain AR of the untrained base, if a method trains the target's own weights
+DIFFUSION = "diffusion"  # a diffusion LM's most confident token per pass: the baseline of its other decoders
 ANY_SUBSET = "any_subset"  # one token per pass at given positions: the baseline of infilling, where AR cannot be used
 UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up with transformers' generate
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
@@ -45,11 +46,14 @@ def assemble(
 
 def reference(decoders: Container[str]) -> str:
     """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
-    if it is there, else AR; of infilling, any_subset likewise. Raises UserError if none of them is there."""
-    for name in (AR_OF_BASE, AR, f"base_{ANY_SUBSET}", ANY_SUBSET):
+    if it is there, else AR; of diffusion LMs diffusion, of infilling any_subset likewise. Raises UserError if none of
+    them is there."""
+    serial = (AR, DIFFUSION, ANY_SUBSET)
+    for name in (name for one in serial for name in (f"base_{one}", one)):
         if name in decoders:
             return name
-    raise UserError(f"no decoder that emits one token per pass ({AR} or {ANY_SUBSET}): quality has no reference")
+    names = f"{AR}, {DIFFUSION} or {ANY_SUBSET}"
+    raise UserError(f"no decoder that emits one token per pass ({names}): quality has no reference")
 
 
 def baseline_label(baselines: Iterable[str]) -> str:
@@ -61,14 +65,19 @@ def baseline_label(baselines: Iterable[str]) -> str:
 def pool(parts: Iterable[Mapping[str, Any]]) -> ResultRow:
     """Sums of COUNTS over prompts, or over rows of results.json, and ratios of these sums: tau = tokens per round,
     tpf = tokens per forward pass that is not prefill, both without the tokens that prefills emitted, and
-    tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None."""
+    tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None.
+
+    tpf_paper is what papers on diffusion LMs report: all filled slots, also behind the answer's end, per pass.
+    Rows from before there were such decoders have no `slots_filled`: it is their number of tokens."""
     parts = list(parts)
     total: ResultRow = {name: sum(part[name] for part in parts) for name in COUNTS}
+    total["slots_filled"] = sum(part.get("slots_filled", part["tokens"]) for part in parts)
     decoded = total["tokens"] - total["prefill_tokens"]
     ratios = {
         "tau": _ratio(decoded, total["rounds"]),
         "tpf": _ratio(decoded, total["nfe"] - total["nfe_prefill"]),
         "tpf_with_prefill": _ratio(total["tokens"], total["nfe"]),
+        "tpf_paper": _ratio(total["slots_filled"], total["nfe"]),
     }
     return total | ratios
 

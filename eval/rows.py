@@ -42,6 +42,7 @@ def row(
         "interval_95": intervals(generations, verdicts.get(quality, []), speedups, seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
+        "filled_per_pass": filled_per_pass(generations),
     }
 
 
@@ -68,6 +69,7 @@ def prompt_counts(generation: Generation) -> ResultRow:
         "rounds": len(generation.rounds),
         "positions_computed": generation.positions_computed,
         "branch_forwards": generation.branch_forwards,
+        "slots_filled": generation.slots_filled,
     }
 
 
@@ -76,6 +78,15 @@ def counts(generations: Sequence[Generation]) -> ResultRow:
     prompts = [prompt_counts(g) for g in generations]
     taus = [tau for p in prompts if (tau := pool([p])["tau"]) is not None]
     return pool(prompts) | {"tau_prompt_mean": statistics.fmean(taus) if taus else None}
+
+
+def filled_per_pass(generations: Sequence[Generation]) -> list[float] | None:
+    """The trace of a diffusion LM's decoder: the tokens of the answer that the first, second, ... pass filled in, mean
+    over the prompts that still had one. None for other decoders."""
+    traces = [[p.filled for p in g.passes] for g in generations]
+    if not any(map(any, traces)):
+        return None
+    return [statistics.fmean(t[i] for t in traces if i < len(t)) for i in range(max(map(len, traces)))]
 
 
 def batch_speedups(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[float, int]]:

@@ -32,6 +32,7 @@ class Tile:
 
 Tiles = tuple[Tile, ...]
 CAUSAL: Final = "causal"  # as many keys as queries, each query sees those up to its own
+PADDING: Final = -1  # the block of slots past a row's end
 Mask = Tensor | BlockMask | Tiles | Literal["causal"] | None  # None: every query sees every key
 
 
@@ -91,6 +92,64 @@ def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (kv < limit_BQ[b, q]) | (kv == start_B[b] + q)
+
+    return predicate
+
+
+def block_causal(block_BQ: Tensor, start_B: Tensor) -> Predicate:
+    """Block-causal: a query sees all slots of its own block and of earlier ones (D2F, arXiv 2508.09192, section 4).
+
+    `block_BQ` numbers the blocks of a pass's slots, in order: the prompt is block 0, PADDING sees itself only. Query q
+    of row b fills cache slot start[b] + q and sees all slots before start[b].
+
+    start=1, blocks (0, 1, 1, 2, 2):   q0  1 1 . . . .     the end of the prompt
+                                       q1  1 1 1 1 . .     block 1
+                                       q2  1 1 1 1 . .
+                                       q3  1 1 1 1 1 1     block 2
+                                       q4  1 1 1 1 1 1
+    """
+    return windows(block_BQ, torch.zeros_like(block_BQ), start_B)
+
+
+def full(end_B: Tensor) -> Predicate:
+    """Bidirectional: every query sees all slots before its row's end, which leaves the padding out.
+
+    end=3:  q0  1 1 1 .
+            q1  1 1 1 .
+            q2  1 1 1 .
+            q3  1 1 1 .     padding
+    """
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv < end_B[b]) & (q >= 0)
+
+    return predicate
+
+
+def windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
+    """Several versions of one window of blocks, side by side in one row (LoPA).
+
+    A row is [cached slots | what all branches share | window of branch 1 | window of branch 2 | ...]; `branch_BQ` is 0
+    for the shared slots. A query sees the slots before start[b], and those of its own and earlier blocks that are
+    shared or of its own branch; branches never see each other. With one block number for all of a window its slots see
+    each other: full attention. A slot of block PADDING sees itself only, and nobody else sees it.
+
+    start=1, blocks (1, 2, 3, 2, 3),   q0  1 1 . . . .     shared: block 1
+    branches (0, 1, 1, 2, 2):          q1  1 1 1 . . .     branch 1: blocks 2 and 3
+                                       q2  1 1 1 1 . .
+                                       q3  1 1 . . 1 .     branch 2, at the same positions
+                                       q4  1 1 . . 1 1
+    """
+    last = block_BQ.shape[1] - 1
+
+    def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        place = kv - start_B[b]
+        at = place.clamp(0, last)
+        block, branch = block_BQ[b, at], branch_BQ[b, at]
+        same = (branch == 0) | (branch == branch_BQ[b, q])
+        earlier = (block != PADDING) & (block <= block_BQ[b, q])
+        cached = (place < 0) & (block_BQ[b, q] != PADDING)
+        return cached | (place == q) | (place >= 0) & (place <= last) & earlier & same
 
     return predicate
 

@@ -79,6 +79,9 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self._samplings)
 
+    def __getitem__(self, row: int) -> Sampling:
+        return self._samplings[row]
+
     def probs(self, logits: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """`Sampling.probs` of logits [n, ..., V] that belong to these n rows (None: all rows, in order)."""
         if self._identical:

@@ -111,3 +111,19 @@ class PositionCache:
             indices = [torch.tensor(part) for part in (rows, source, goal)]
             for layer in self.layers:
                 layer.move(*indices)
+
+    def read(self, row: int, first: int, end: int) -> Tensor:
+        """A copy [layers, 2, H, slots, D] of the keys and values in slots first .. end - 1 of a row."""
+        held = [(layer.keys, layer.values) for layer in self.layers]
+        return torch.stack([part[row, :, first:end] for pair in held for part in pair if part is not None]).unflatten(
+            0, (len(held), 2)
+        )
+
+    def write(self, row: int, first: int, held: Tensor) -> None:
+        """Puts what `read` returned into slots first .. of a row. Raises ValueError before the first pass."""
+        end = first + held.shape[3]
+        for layer, (key, value) in zip(self.layers, held, strict=True):
+            if layer.keys is None:
+                raise ValueError("a cache can be written to only after a pass has")
+            keys, values = layer.room(key[None], value[None], end)
+            keys[row, :, first:end], values[row, :, first:end] = key, value

@@ -140,7 +140,8 @@ def legend(rows: Sequence[ResultRow]) -> str:
 
 def _named_references(rows: Sequence[ResultRow]) -> str:
     names = {row["reference"] for row in rows}
-    texts = {"AR of the base that was trained" if name == AR_OF_BASE else baseline_label([name]) for name in names}
+    of_base = {name: " of the base that was trained" if name.startswith("base_") else "" for name in names}
+    texts = {baseline_label([name]) + end for name, end in of_base.items()}
     return " or ".join(sorted(texts))
 
 

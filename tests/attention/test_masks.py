@@ -48,6 +48,104 @@ def test_branches(seed: int) -> None:
     _equal(masks.branches(torch.tensor(starts), torch.tensor(rows)), table)
 
 
+def _ragged_blocks(rng: random.Random, width: int) -> list[int]:
+    """Block numbers that rise by 0 or 1, then padding."""
+    row, at = [], rng.randint(0, 2)
+    for _ in range(rng.randint(1, width)):
+        row.append(at)
+        at += rng.random() < 0.4
+    return row + [masks.PADDING] * (width - len(row))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_block_causal(seed: int) -> None:
+    rng = random.Random(seed)
+    starts, width = [rng.randint(0, 4) for _ in range(3)], rng.randint(1, 8)
+    rows = [_ragged_blocks(rng, width) for _ in starts]
+    table = []
+    for start, row in zip(starts, rows, strict=True):
+        blocks = [-5] * start + row  # what is cached is earlier than all
+        queries = []
+        for q in range(start, start + width):
+            seen = []
+            for k in range(max(starts) + width):
+                inside = k < len(blocks) and blocks[k] != masks.PADDING and blocks[q] != masks.PADDING
+                seen.append(k == q or (inside and blocks[k] <= blocks[q]))
+            queries.append(seen)
+        table.append(queries)
+    _equal(masks.block_causal(torch.tensor(rows), torch.tensor(starts)), table)
+
+
+def test_drawing_of_block_causal() -> None:
+    predicate = masks.block_causal(torch.tensor([[0, 1, 1, 2, 2]]), torch.tensor([1]))
+    got = masks.dense(predicate, batch=1, queries=5, keys=6, device=CPU)[0, 0].int().tolist()
+    assert got == [[1, 1, 0, 0, 0, 0], *[[1, 1, 1, 1, 0, 0]] * 2, *[[1] * 6] * 2]
+
+
+def test_full() -> None:
+    ends = [2, 5, 1]
+    table = [[[k < end for k in range(6)] for _ in range(4)] for end in ends]
+    _equal(masks.full(torch.tensor(ends)), table)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_windows(seed: int) -> None:
+    """Shared slots, then several branches at blocks of their own, then padding."""
+    rng = random.Random(seed)
+    starts, rows, numbers = [rng.randint(0, 3) for _ in range(3)], [], []
+    for _ in starts:
+        shared = sorted(rng.randint(0, 2) for _ in range(rng.randint(0, 2)))
+        window = sorted(rng.randint(2, 4) for _ in range(rng.randint(1, 3)))
+        branches = rng.randint(1, 3)
+        rows.append(shared + window * branches)
+        numbers.append([0] * len(shared) + [1 + j for j in range(branches) for _ in window])
+    width = max(map(len, rows))
+    rows = [row + [masks.PADDING] * (width - len(row)) for row in rows]
+    numbers = [row + [0] * (width - len(row)) for row in numbers]
+    table = []
+    for start, block, branch in zip(starts, rows, numbers, strict=True):
+        queries = []
+        for q in range(width):
+            seen = [False] * (max(starts) + width)
+            seen[start + q] = True
+            if block[q] != masks.PADDING:
+                seen[:start] = [True] * start
+                for k in range(width):
+                    if block[k] != masks.PADDING and branch[k] in (0, branch[q]) and block[k] <= block[q]:
+                        seen[start + k] = True
+            queries.append(seen)
+        table.append(queries)
+    _equal(masks.windows(torch.tensor(rows), torch.tensor(numbers), torch.tensor(starts)), table)
+
+
+def test_drawing_of_windows() -> None:
+    blocks, branches = torch.tensor([[1, 2, 3, 2, 3]]), torch.tensor([[0, 1, 1, 2, 2]])
+    predicate = masks.windows(blocks, branches, torch.tensor([1]))
+    got = masks.dense(predicate, batch=1, queries=5, keys=6, device=CPU)[0, 0].int().tolist()
+    assert got == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block", range(4))
+def test_blocks_do_not_see_the_future(toys: SimpleNamespace, block: int) -> None:
+    """Another token in a block changes the logits there and in all later blocks, not in earlier ones; under `full` it
+    changes all, and what stands behind a row's end changes nothing."""
+    of = toys.target(seed=block)
+    blocks = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 3, 3]])
+    ids = torch.tensor([[1, 4, 2, 7, 3, 5, 5, 9, 0, 6]])
+    for place in (blocks[0] == block).nonzero()[:, 0].tolist():
+        other = ids.clone()
+        other[0, place] = 8
+        mask = masks.block_causal(blocks, torch.tensor([0]))
+        moved = (of(ids, mask=mask).hidden_BLD - of(other, mask=mask).hidden_BLD)[0].abs().amax(-1)
+        assert (moved[blocks[0] < block] == 0).all()
+        assert (moved[blocks[0] >= block] > 1e-6).all()
+        for end in (10, place):
+            mask = masks.full(torch.tensor([max(1, end)]))
+            moved = (of(ids, mask=mask).hidden_BLD - of(other, mask=mask).hidden_BLD)[0].abs().amax(-1)
+            assert (moved[:end] > 1e-6).all() if end == 10 else (moved[:end] == 0).all()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_subset(seed: int) -> None:
     """Whatever the limits, and rows that begin at places of their own."""

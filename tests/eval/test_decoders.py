@@ -124,6 +124,13 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "jacobi_single": "L, Jacobi", "jacobi_recycling": "L, recycling", "jacobi_multiblock": "L, K=2",
     "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
     "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
+    "diffusion": "diffusion", "base_diffusion": "base, diffusion", "d2f": "D2F", "lopa": "LoPA, k=14",
+    "confidence_threshold": "confidence > 0.9", "base_confidence_threshold": "base, confidence > 0.9",
+    "confidence_threshold_prefix": "confidence > 0.9, prefix (approximate)",
+    "confidence_threshold_dual": "confidence > 0.9, dual (approximate)",
+    "lopa_block_causal": "LoPA, k=14, block-causal", "lopa_uncached": "LoPA, k=14, uncached",
+    "lopa_gsm8k": "LoPA, GSM8K", "lopa_math": "LoPA, MATH", "lopa_humaneval": "LoPA, HumanEval",
+    "lopa_mbpp": "LoPA, MBPP", "lopa_humanevalplus": "LoPA, HumanEval+", "lopa_mbppplus": "LoPA, MBPP+",
     "base_any_subset": "base, any-subset", "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
     "sigma_gpt": "sigma-GPT (biased)",
 }  # fmt: skip
@@ -146,3 +153,74 @@ def test_weights_are_trained_or_base() -> None:
     cfg = composed("eval", ["target=tiny", "decoder.autoregressive.weights=old"])
     with pytest.raises(UserError, match="weights=old must be trained"):
         instantiate_decoders(cfg)
+
+
+def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
+    """Their baseline is diffusion, one token a pass; every key reaches the decoder."""
+    names = ["diffusion", "confidence_threshold", "d2f", "lopa"]
+    said = [
+        "decoder.diffusion.tokens_per_step=2", "decoder.diffusion.block_size=8",
+        "decoder.diffusion.attention=block_causal", "decoder.confidence_threshold.threshold=0.7",
+        "decoder.confidence_threshold.block_size=null", "decoder.confidence_threshold.cache=dual",
+        "decoder.confidence_threshold.attention=full", "decoder.d2f.append=0.3", "decoder.d2f.activate=0.8",
+        "decoder.d2f.threshold=0.6", "decoder.d2f.block_size=5", "decoder.lopa.window_attention=block_causal",
+        "decoder.lopa.branches=2", "decoder.lopa.confidence=lowest_segment", "decoder.lopa.segment=3",
+        "decoder.lopa.ranking=entropy", "decoder.lopa.cache=none", "decoder.lopa.block_size=6",
+        "decoder.lopa.append=0.25", "decoder.lopa.activate=0.5", "decoder.lopa.threshold=0.4",
+    ]  # fmt: skip
+    cfg = composed("eval", ["target=tiny", f"decoder=[{','.join(names)}]", *said])
+    specs = instantiate_decoders(cfg)
+    told = {name: spec.build(target=toys.target(), draft=None).settings(GREEDY) for name, spec in specs.items()}
+    same = {"temperature": 0.0, "top_p": 1.0, "trained_attention": None, "trained_block_size": None}
+    alone = same | {"branches": 0, "confidence": "mean", "segment": 1, "ranking": "probability"}
+    one_by_one = {"append": 1.0, "activate": 1.0}
+    exact = {"attention": "block_causal", "cache": "committed"}
+    assert told == {
+        "diffusion": alone | one_by_one | exact | {"block_size": 8, "threshold": 1.0, "at_least": 2},
+        "confidence_threshold": alone
+        | one_by_one
+        | {"attention": "full", "cache": "dual", "block_size": None, "threshold": 0.7, "at_least": 1},
+        "d2f": alone | exact | {"block_size": 5, "append": 0.3, "activate": 0.8, "threshold": 0.6, "at_least": 1},
+        "lopa": same
+        | {"block_size": 6, "append": 0.25, "activate": 0.5, "threshold": 0.4, "at_least": 1, "cache": "none"}
+        | {"attention": "block_causal", "branches": 2, "confidence": "lowest_segment", "segment": 3}
+        | {"ranking": "entropy"},
+    }
+    assert {spec.baseline for spec in specs.values()} == {"diffusion"}
+    chosen = "diffusion,confidence_threshold,base_diffusion,base_confidence_threshold"
+    base = instantiate_decoders(composed("eval", ["target=tiny", f"decoder=[{chosen}]"]))
+    assert [spec.baseline for spec in base.values()] == ["diffusion"] * 2 + ["base_diffusion"] * 2
+
+
+TABLE_5 = {  # block size, tau_add, tau_act, tau_conf, branches
+    "gsm8k": (32, 0.1, 0.95, 0.9, 14), "math": (16, 0.1, 0.95, 0.9, 7), "humaneval": (32, 0.3, 0.95, 0.95, 7),
+    "mbpp": (32, 0.3, 0.95, 0.95, 7), "humanevalplus": (32, 0.3, 0.95, 0.95, 6), "mbppplus": (32, 0.3, 0.95, 0.9, 14),
+}  # fmt: skip
+
+
+def test_settings_of_lopas_table_5() -> None:
+    cfg = composed("eval", ["target=tiny", f"decoder=[{','.join(f'lopa_{name}' for name in TABLE_5)}]"])
+    keys = ("block_size", "append", "activate", "threshold", "branches")
+    assert {name: tuple(cfg.decoder[f"lopa_{name}"][key] for key in keys) for name in TABLE_5} == TABLE_5
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("d2f.threshold=1.2", "threshold=1.2"), ("d2f.append=-1", "append=-1"), ("d2f.activate=7", "activate=7"),
+        ("d2f.block_size=0", "block_size=0"), ("lopa.branches=-1", "branches=-1"),
+        ("lopa.cache=exact", "cache=exact"), ("lopa.confidence=max", "confidence=max"),
+        ("lopa.window_attention=causal", "attention=causal"), ("diffusion.tokens_per_step=0", "at least one slot"),
+        ("confidence_threshold.cache=prefixes", "cache=prefixes"), ("lopa.ranking=best", "ranking=best"),
+        ("jacobi.block_size=null", "jacobi.block_size=null must be an integer"),
+    ],
+)  # fmt: skip
+def test_bad_values_of_diffusion_decoders(said: str, words: str, toys: SimpleNamespace) -> None:
+    name = said.partition(".")[0]
+
+    def build() -> None:
+        cfg = composed("eval", ["target=tiny", f"decoder={name}", f"decoder.{said}"])
+        instantiate_decoders(cfg)[name].build(target=toys.target(), draft=None)
+
+    with pytest.raises(UserError, match=words):
+        build()

@@ -90,6 +90,23 @@ def test_select_before_the_first_write() -> None:
     assert cache.layers[0].keys is None
 
 
+def test_what_is_read_can_be_written_to_another_cache() -> None:
+    """As ranks do: the slots of one row, all layers; nothing else changes, and there is room where there was none."""
+    of, other = (PositionCache(2) for _ in range(2))
+    held = torch.randn(2, 3, 1, 300, 4, dtype=torch.float64)  # [layer, row, head, slot, width]
+    for layer in range(2):
+        of.window([0, 0, 0], 300).update(held[layer], -held[layer], layer)
+        other.window([0, 0, 0], 5).update(held[layer, ..., :5, :] + 1, held[layer, ..., :5, :] - 1, layer)
+    part = of.read(1, 3, 290)
+    assert part.shape == (2, 2, 1, 287, 4)
+    other.write(1, 3, part)
+    torch.testing.assert_close(other.read(1, 3, 290), torch.stack([held[:, 1], -held[:, 1]], 1)[..., 3:290, :])
+    torch.testing.assert_close(other.read(1, 0, 3), torch.stack([held[:, 1] + 1, held[:, 1] - 1], 1)[..., :3, :])
+    torch.testing.assert_close(other.read(2, 0, 5), torch.stack([held[:, 2] + 1, held[:, 2] - 1], 1)[..., :5, :])
+    with pytest.raises(ValueError, match="only after a pass"):
+        PositionCache(2).write(0, 0, part)
+
+
 def test_buffers_are_copied_a_logarithmic_number_of_times() -> None:
     cache, capacities = PositionCache(1), []
     one = torch.zeros(1, 1, 64, 1)

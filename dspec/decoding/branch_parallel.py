@@ -1,0 +1,122 @@
+"""LoPA's branches over several processes (torch.distributed; NCCL or gloo), on one or several machines.
+
+All ranks decode the same requests with the same state and take the same decisions; only the branches are divided among
+them. Rank r computes branches r, r + R, ... of each row in its own pass, and the text that all branches share. A round
+takes one all-gather: each rank's most confident branch, its score and its guesses, 12 bytes a slot. What follows is
+computed from these packets alone, so that kernels which round differently on different ranks cannot make them diverge.
+
+Keys and values of what is cached differ between branches only under full attention. Each rank has then written those of
+its own branches (pre-write); the rank that has the winner spreads them in one broadcast (commit-winner-cache). Under
+block-causal attention and without a cache nothing else is sent. A lone anchor (a row's first pass) is computed by all.
+
+Source: LoPA, section 4.
+"""
+
+import atexit
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dspec.decoding.block_state import Guess
+from dspec.decoding.flight import Flight, Packet
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+
+_HEAD = struct.Struct("<dii")  # score, branch (-1: none computed here), number of guesses
+_LONGEST = 86400
+_GUESS = struct.Struct("<iff")  # token, probability, rank: both are float32 already
+
+
+class Ranks:
+    """A rank's share of the branches, and what it exchanges with the others."""
+
+    def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
+        """Over a process group of all ranks (None: the default one), whose timeout bounds the wait for a rank that has
+        died. `device` is where its backend wants tensors."""
+        self.rank, self.size, self.device, self.group = dist.get_rank(), dist.get_world_size(), device, group
+
+    def mine(self, branches: int) -> Sequence[int]:
+        return range(self.rank, branches, self.size) if branches > 1 else range(branches)
+
+    def best(self, packets: Sequence[Packet | None], slots: int) -> list[Packet]:
+        own = torch.frombuffer(bytearray(b"".join(_packed(packet, slots) for packet in packets)), dtype=torch.uint8)
+        gathered = torch.empty(self.size * len(own), dtype=torch.uint8, device=self.device)
+        self._exchange(lambda: dist.all_gather_into_tensor(gathered, own.to(self.device), group=self.group))
+        of_ranks = gathered.cpu().numpy().tobytes()
+        size = _HEAD.size + slots * _GUESS.size
+        every = [_unpacked(of_ranks, at) for at in range(0, len(of_ranks), size)]
+        found = [[p for p in every[row :: len(packets)] if p is not None] for row in range(len(packets))]
+        return [min(of_row, key=lambda packet: packet.key) for of_row in found]
+
+    def commit(self, winners: Mapping[int, int], flights: Sequence[Flight], cache: PositionCache) -> None:
+        owners: dict[int, list[int]] = {}
+        for row, branch in winners.items():
+            if flights[row].branches > 1:
+                owners.setdefault(branch % self.size, []).append(row)
+        for owner, rows in sorted(owners.items()):
+            self._broadcast(owner, rows, flights, cache)
+
+    def _broadcast(self, owner: int, rows: Sequence[int], flights: Sequence[Flight], cache: PositionCache) -> None:
+        """What these rows cache in this pass goes from the owner to all: keys, values, and the hidden state behind them
+        where the next pass reads it."""
+        parts: list[Tensor] = []
+        for row in rows:
+            anchor, last = flights[row].anchor, flights[row].last
+            parts += [cache.read(row, anchor.cached, anchor.settled)] + ([] if last is None else [last])
+        sent = torch.cat([part.flatten() for part in parts]).to(self.device)
+        self._exchange(lambda: dist.broadcast(sent, src=owner, group=self.group))
+        if self.rank == owner:
+            return
+        received = iter(sent.split([part.numel() for part in parts]))
+        for row in rows:
+            flight = flights[row]
+            held = cache.read(row, flight.anchor.cached, flight.anchor.settled)
+            cache.write(row, flight.anchor.cached, next(received).view_as(held))
+            if flight.last is not None:
+                flight.last = next(received).clone()
+
+    def _exchange(self, collective: Callable[[], object]) -> None:
+        """Raises UserError where another rank does not answer within the process group's timeout."""
+        try:
+            collective()
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self.rank} of {self.size} cannot reach the others: one has died or stalled; see its output, "
+                "then start all again"
+            ) from error
+
+
+def join_ranks(*, timeout_seconds: float, device: torch.device) -> Ranks:
+    """The ranks that torchrun started this process with, or those of the process group that it is in. They wait for one
+    another for at most `timeout_seconds`. Raises UserError for a time that is not positive, and in a single process."""
+    if not 0 < timeout_seconds < _LONGEST:
+        raise UserError(f"rank_timeout={timeout_seconds} must be a positive number of seconds below {_LONGEST}")
+    if not (dist.is_initialized() or dist.is_torchelastic_launched()):
+        raise UserError(
+            "rank_timeout divides LoPA's branches over processes: start with torchrun --nproc-per-node N -m ..."
+        )
+    timeout = timedelta(seconds=timeout_seconds)
+    if dist.is_initialized():
+        return Ranks(device, group=dist.new_group(timeout=timeout))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    atexit.register(dist.destroy_process_group)
+    return Ranks(device)
+
+
+def _packed(packet: Packet | None, slots: int) -> bytes:
+    """A packet in as many bytes as one with `slots` guesses takes."""
+    guesses = () if packet is None else packet.guesses
+    head = (0.0, -1) if packet is None else (packet.score, packet.branch)
+    body = b"".join(_GUESS.pack(*one) for one in guesses)
+    return (_HEAD.pack(*head, len(guesses)) + body).ljust(_HEAD.size + slots * _GUESS.size, b"\0")
+
+
+def _unpacked(data: bytes, at: int) -> Packet | None:
+    score, branch, count = _HEAD.unpack_from(data, at)
+    first = at + _HEAD.size
+    guesses = [Guess(*_GUESS.unpack_from(data, first + i * _GUESS.size)) for i in range(count)]
+    return None if branch < 0 else Packet(score, branch, guesses)

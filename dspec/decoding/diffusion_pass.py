@@ -1,0 +1,161 @@
+"""One forward pass of a diffusion LM over rows with windows of their own, and the guesses that it gives.
+
+A row is [cached slots | shared | window of branch 0 | window of branch 1 | ...]: all branches see the shared slots,
+none sees another branch (`masks.windows`). Cache slots are in order of computation; `positions` say where in the text
+a slot stands. A guess for the token at place i is read at place i, or at i - 1 in a model with shifted logits (one
+that was an autoregressive model, such as Dream).
+
+Legend: B = rows, L = slots of a pass, N = guesses, D = model width, V = vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dspec.attention import masks
+from dspec.decoding.block_state import Guess
+from dspec.decoding.sampling import SamplingBatch, draw, row_chunks
+from dspec.errors import UserError
+from dspec.models.cache import PositionCache
+from dspec.models.language_model import LanguageModel
+from dspec.precision import widest
+from dspec.spans import span
+
+FULL: Final = "full"
+BLOCK_CAUSAL: Final = "block_causal"
+ATTENTIONS: Final = (FULL, BLOCK_CAUSAL)
+PROBABILITY: Final = "probability"
+ENTROPY: Final = "entropy"
+CERTAIN: Final = {PROBABILITY: 1.0, ENTROPY: 0.0}  # the highest confidence that there is
+_RECORDED: Final = {"bidirectional": FULL, "block_causal": BLOCK_CAUSAL}  # as config.json has it
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a model was trained, as its config.json says: its attention and blocks (None: not recorded), and whether the
+    token at a place is predicted one place before (`shift`)."""
+
+    attention: str | None
+    block_size: int | None
+    shift: bool
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> "Trained":
+        """Raises UserError for an attention that dspec does not know."""
+        config: Any = model.model.config
+        attention = getattr(config, "dspec_attention", None)
+        if attention is not None and attention not in _RECORDED:
+            raise UserError(
+                f"{model.name!r} was trained with dspec_attention={attention}, which this dspec does not know; "
+                f"its config.json may say {' or '.join(_RECORDED)}"
+            )
+        return cls(
+            attention=None if attention is None else _RECORDED[attention],
+            block_size=getattr(config, "dspec_block_size", None),
+            shift=bool(getattr(config, "dspec_logit_shift", False)),
+        )
+
+
+def mask_token(model: LanguageModel) -> int:
+    """Raises UserError for a model without a mask token."""
+    if model.mask_token_id is None or not 0 <= model.mask_token_id < model.vocab_size:
+        raise UserError(
+            f"{model.name!r} has no mask token (mask_token_id={model.mask_token_id}), which a diffusion LM fills in: "
+            "set target.mask_token_id to the token it was trained with (recipe=dllm_base trains one)"
+        )
+    return model.mask_token_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What one row computes: the `shared` places of its text, then the places of the `window` once per branch."""
+
+    start: int = 0  # the cache slot of the first
+    shared: Sequence[int] = ()
+    window: Sequence[int] = ()
+    branches: Sequence[int] = ()  # the number of each branch computed here
+    texts: Sequence[Sequence[int]] = ()  # the text, then that of each branch: tokens by place
+    prompt: int = 0
+    block_size: int | None = None  # None: all slots see each other
+
+    @property
+    def width(self) -> int:
+        return len(self.shared) + len(self.branches) * len(self.window)
+
+    def slots(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Token, place, block and branch (0: shared, b + 1: of branch b) of each."""
+        places = [*self.shared, *(place for _ in self.branches for place in self.window)]
+        branches = [0] * len(self.shared) + [1 + b for b in range(len(self.branches)) for _ in self.window]
+        tokens = [self.texts[branch][place] for place, branch in zip(places, branches, strict=True)]
+        return tokens, places, [self._block(place) for place in places], branches
+
+    def _block(self, place: int) -> int:
+        """0: the prompt, or all if there are no blocks."""
+        if self.block_size is None or place < self.prompt:
+            return 0
+        return 1 + (place - self.prompt) // self.block_size
+
+    def index(self, place: int, branch: int) -> int | None:
+        """Where the branch has this place; None: not in this pass."""
+        if place in self.shared:
+            return self.shared.index(place)
+        if place not in self.window or branch not in self.branches:
+            return None
+        return len(self.shared) + self.branches.index(branch) * len(self.window) + self.window.index(place)
+
+
+def compute(model: LanguageModel, rows: Sequence[Layout], *, cache: PositionCache | None) -> Tensor:
+    """The hidden states [B, L, D] of all slots; those behind a row's last are garbage. Without any slot no pass."""
+    B, L, device = len(rows), max(row.width for row in rows), model.device
+    if not L:
+        return torch.zeros(B, 0, model.hidden_size, dtype=model.dtype, device=device)
+    ids, places, blocks, branches = (torch.zeros(B, L, dtype=torch.long) for _ in range(4))
+    ids += mask_token(model)
+    blocks += masks.PADDING
+    for b, row in enumerate(rows):
+        for held, values in zip((ids, places, blocks, branches), row.slots(), strict=True):
+            held[b, : row.width] = torch.tensor(values, dtype=torch.long)
+    starts = [row.start for row in rows]
+    with span("target"):
+        return model(
+            ids.to(device),
+            positions_BL=places.to(device),
+            mask=masks.windows(blocks.to(device), branches.to(device), torch.tensor(starts, device=device)),
+            cache=cache,
+            start_B=starts if cache is not None else None,
+        ).hidden_BLD
+
+
+def guess(
+    model: LanguageModel,
+    hidden: Sequence[Tensor],
+    samplings: SamplingBatch,
+    row_N: Sequence[int],
+    uniform_N: Sequence[float],
+    *,
+    ranking: str,
+) -> list[Guess]:
+    """The token of each of N hidden states [D]: the most probable, or, with a temperature, one drawn at uniform_N[n]
+    from the distribution under the sampling of row_N[n]. The mask token is banned. A guess is ranked by its probability
+    or by the negative entropy of its distribution; both are rounded to float32."""
+    made: list[Guess] = []
+    for part in row_chunks(len(hidden), model.vocab_size) if hidden else ():
+        rows, uniform = row_N[part], torch.tensor(uniform_N[part], dtype=widest(model.device), device=model.device)
+        with span("target LM head"):
+            logits = model.logits(torch.stack(list(hidden[part])))
+            logits[:, mask_token(model)] = -torch.inf
+        with span("sampling"):
+            probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+            tokens = probs.argmax(-1)
+            drawn = [n for n, row in enumerate(rows) if not samplings[row].greedy]
+            if drawn:
+                probs[drawn] = samplings.probs(logits[drawn], [rows[n] for n in drawn]).to(probs)
+                tokens[drawn] = draw(probs[drawn], uniform[drawn])
+            probability = probs.gather(-1, tokens[:, None])[:, 0]
+            rank = probability if ranking == PROBABILITY else -torch.special.entr(probs).sum(-1)
+            values = (tokens.tolist(), probability.float().tolist(), rank.float().tolist())
+        made += [Guess(*one) for one in zip(*values, strict=True)]
+    return made

@@ -1,0 +1,52 @@
+"""LoPA's lookahead branches as pure functions: which tokens are tried ahead of time, and how a branch is scored.
+
+After a round the answer is the anchor. Each of `branches` lookahead branches is the anchor with one more of the
+round's guesses filled in, one that was not confident enough: those of highest confidence, one each. The next pass
+computes all branches; the one that is most confident about what it has left wins, and its guesses are the round's.
+
+A lookahead token is not verified: it is kept if its branch wins. All branches are scored over the anchor's open slots
+but their own: a stop token tried ahead closes no slot before its branch has won, else short answers would look sure.
+
+Source: LoPA: Scaling dLLM Inference via Lookahead Parallel Decoding, algorithm 1 and equation 2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from dspec.decoding.block_state import BlockState, Guess, by_rank
+from dspec.errors import UserError
+
+CONFIDENCES = ("mean", "sliding_window", "lowest_segment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookahead:
+    """`branches` k next to the anchor (0: none). A branch's confidence: the mean over its open slots; or, of the means
+    over every `segment` successive open slots, their mean (sliding_window) or the lowest (lowest_segment)."""
+
+    branches: int
+    confidence: str
+    segment: int
+
+    def __post_init__(self) -> None:
+        if self.branches < 0:
+            raise UserError(f"branches={self.branches} must be at least 0 (0: the anchor alone)")
+        if self.confidence not in CONFIDENCES:
+            raise UserError(f"confidence={self.confidence} is unknown; use one of {', '.join(CONFIDENCES)}")
+        if self.segment < 1:
+            raise UserError(f"segment={self.segment} must be at least 1 slot")
+
+    def candidates(self, anchor: BlockState, guesses: Mapping[int, Guess]) -> list[tuple[int, int]]:
+        """(slot, token) of each branch, the most confident first; `guesses` are those of the round that led here."""
+        slots = [slot for slot in anchor.open if slot in guesses]
+        return [(slot, guesses[slot].token) for slot in by_rank(slots, guesses)[: self.branches]]
+
+    def score(self, ranks: Sequence[float], *, certain: float) -> float:
+        """The confidence of a branch with these `ranks` in its open slots; `certain` if it has none."""
+        if not ranks:
+            return certain
+        size = len(ranks) if self.confidence == "mean" else min(self.segment, len(ranks))
+        sums = list(accumulate(ranks, initial=0.0))
+        means = [(sums[at + size] - sums[at]) / size for at in range(len(ranks) - size + 1)]
+        return min(means) if self.confidence == "lowest_segment" else sum(means) / len(means)

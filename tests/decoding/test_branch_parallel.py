@@ -1,0 +1,241 @@
+"""LoPA over processes (gloo) against one process: the same answers, and no more bytes than said."""
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dspec.decoding import branch_parallel, factory
+from dspec.decoding.block_state import Guess
+from dspec.decoding.branch_parallel import Ranks, join_ranks
+from dspec.decoding.flight import Alone, Packet
+from dspec.decoding.generation import Request
+from dspec.decoding.loop import decode
+from dspec.decoding.sampling import GREEDY, Sampling
+from dspec.errors import UserError
+
+VOCAB = 11
+CPU = torch.device("cpu")
+WARM = Sampling(temperature=0.8, top_p=0.9)
+FULL: dict[str, Any] = {"window_attention": "full", "cache": "committed"}
+EXACT: dict[str, Any] = {"window_attention": "block_causal", "cache": "committed"}
+PLAIN: dict[str, Any] = {"window_attention": "full", "cache": "none"}
+
+
+def lopa(of: Any, placement: Any, **change: Any) -> Any:
+    common: dict[str, Any] = {
+        "block_size": 4, "append": 0.5, "activate": 0.7, "threshold": 0.6, "branches": 3, "confidence": "mean",
+        "segment": 1, "ranking": "probability",
+    }  # fmt: skip
+    made = factory.lopa(target=of, draft=None, rank_timeout=None, **common | change)
+    made.placement = placement or Alone()
+    return made
+
+
+def model(toys: SimpleNamespace, *, shift: bool = True, dtype: torch.dtype = torch.float32) -> Any:
+    of = toys.target(seed=5, vocab=VOCAB, scale=0.4, dtype=dtype)
+    of.model.config.dspec_logit_shift = shift
+    return of
+
+
+def some(count: int, limit: int = 17) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        Request(
+            ids=[rng.randrange(VOCAB - 1) for _ in range(rng.randint(2, 6))],
+            sampling=rng.choice([GREEDY, WARM]) if count > 1 else GREEDY,
+            max_new_tokens=limit - i,
+            stop_ids=(3,) if i % 2 else (),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+def trace(made: Any) -> list[Any]:
+    return [[g.tokens, [[p.committed, p.filled, p.beyond, p.branches] for p in g.passes]] for g in made]
+
+
+def processes(
+    size: int, folder: Path, work: Callable[[Ranks], Any], *, timeout: float = 30, until: int | None = None
+) -> tuple[list[Any], list[int | None]]:
+    """What `work` returned in each of `size` forked processes, or its UserError; and their exit codes."""
+
+    def child(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+        try:
+            result = work(Ranks(CPU))
+        except UserError as error:
+            result = {"error": str(error)}
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+        os._exit(0)  # not through what pytest does at exit
+
+    started = [mp.get_context("fork").Process(target=child, args=(rank,)) for rank in range(size)]
+    for one in started:
+        one.start()
+    deadline = time.monotonic() + 90
+    for one in started[:until]:  # the others are stopped where they are
+        one.join(max(0.0, deadline - time.monotonic()))
+    codes = [one.exitcode for one in started]
+    for one in started:
+        one.kill()
+    files = [folder / f"{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) if file.is_file() else None for file in files], codes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ranks_give_what_one_process_gives(
+    toys: SimpleNamespace, tmp_path: Path, size: int, dtype: torch.dtype
+) -> None:
+    """More branches than ranks and fewer, both attentions, with and without a cache, rows that join and leave."""
+    of, asked = model(toys, dtype=dtype), some(4)
+    ways = [{**kind, "branches": k} for kind in (FULL, EXACT, PLAIN) for k in (0, 1, 2, 5)]
+
+    def work(ranks: Any) -> list[Any]:
+        return [trace(decode(lopa(of, ranks, **way), asked, in_flight=2)) for way in ways]
+
+    results, codes = processes(size, tmp_path, work)
+    assert codes == [0] * size
+    expected = work(None)
+    assert all(result == expected for result in results)
+    assert len({json.dumps(one) for one in expected}) > 6
+    assert max(p[3] for one in expected for _, passes in one for p in passes) == 6
+
+
+def test_branches_are_divided_and_idle_ranks_compute_what_is_shared(toys: SimpleNamespace, tmp_path: Path) -> None:
+    of, asked = model(toys), some(1)
+
+    def work(ranks: Any) -> list[Any]:
+        computed: list[tuple[int, list[int]]] = []
+        mine = ranks.mine
+        ranks.mine = lambda branches: computed.append((branches, list(mine(branches)))) or mine(branches)
+        made = decode(lopa(of, ranks, **EXACT, branches=2), asked)
+        return [computed, sum(p.positions for p in made[0].passes)]
+
+    results, _ = processes(4, tmp_path, work)
+    for rank, (computed, positions) in enumerate(results):
+        for branches, mine in computed:
+            assert mine == ([0] if branches == 1 else [rank] if rank < branches else [])
+        assert positions <= results[0][1]
+    assert any(not mine for _, mine in results[3][0])
+    assert results[3][1] < results[0][1]
+
+
+@pytest.mark.parametrize("kind", ["exact", "full", "plain"])
+def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> None:
+    """Counted where they are sent: one all-gather of packets a round, and, only where branches cache what differs, one
+    broadcast of the keys and values of what was settled."""
+    of, asked = model(toys, shift=kind == "full"), some(1, 33)
+    config = of.model.config
+    a_slot = of.num_layers * 2 * config.num_key_value_heads * (of.hidden_size // config.num_attention_heads) * 4
+
+    def work(ranks: Any) -> list[Any]:
+        sent: list[list[Any]] = []
+        gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
+
+        def gathered(out: Any, own: Any, **more: Any) -> Any:
+            sent.append(["gather", own.numel() * own.element_size()])
+            return gather(out, own, **more)
+
+        def spread(tensor: Any, **more: Any) -> Any:
+            sent.append(["broadcast", tensor.numel() * tensor.element_size()])
+            return broadcast(tensor, **more)
+
+        branch_parallel.dist.all_gather_into_tensor = gathered
+        branch_parallel.dist.broadcast = spread
+        slots: list[int] = []
+        best = ranks.best
+        ranks.best = lambda packets, most: slots.append(most) or best(packets, most)
+        made = decode(lopa(of, ranks, **{"exact": EXACT, "full": FULL, "plain": PLAIN}[kind]), asked)
+        return [sent, slots, made[0].nfe, len(asked[0].ids)]
+
+    results, _ = processes(2, tmp_path, work)
+    for sent, slots, nfe, _ in results:
+        packets = [size for name, size in sent if name == "gather"]
+        assert len(packets) == nfe
+        assert packets == [16 + 12 * most for most in slots]
+    spread = [[size for name, size in sent if name == "broadcast"] for sent, *_ in results]
+    assert spread[0] == spread[1]
+    if kind != "full":
+        assert spread[0] == []
+        return
+    last = of.hidden_size * 4
+    assert {size - last for size in spread[0]} <= {a_slot * 4 * n for n in (1, 2, 3)}  # whole blocks, never the prompt
+    assert sum(size - last for size in spread[0]) <= a_slot * 33
+
+
+def _slow(ranks: Any, of: Any, what: Callable[[], None]) -> Any:
+    """Decodes; the last rank does `what` in its third round."""
+    rounds, best = [], ranks.best
+
+    def counted(packets: Any, most: int) -> Any:
+        rounds.append(most)
+        if len(rounds) == 3 and ranks.rank == ranks.size - 1:
+            what()
+        return best(packets, most)
+
+    ranks.best = counted
+    return trace(decode(lopa(of, ranks, **FULL), some(1, 33)))
+
+
+def test_a_dead_rank_ends_all(toys: SimpleNamespace, tmp_path: Path) -> None:
+    of = model(toys)
+    results, codes = processes(3, tmp_path, lambda ranks: _slow(ranks, of, lambda: os._exit(9)), timeout=5)
+    assert codes == [0, 0, 9]
+    assert [r["error"].split(":")[0] for r in results[:2]] == [
+        f"rank {rank} of 3 cannot reach the others" for rank in (0, 1)
+    ]
+
+
+def test_a_rank_that_stalls_ends_all(toys: SimpleNamespace, tmp_path: Path) -> None:
+    of = model(toys)
+    results, codes = processes(2, tmp_path, lambda ranks: _slow(ranks, of, lambda: time.sleep(60)), timeout=1, until=1)
+    assert codes[0] == 0
+    assert "cannot reach the others" in results[0]["error"]
+
+
+def test_packets(toys: SimpleNamespace) -> None:
+    """What is sent is what was guessed: probabilities are float32 before."""
+    third = torch.tensor(1 / 3).item()
+    packet = Packet(1 / 3, 4, [Guess(7, third, -third), Guess(2**30, 1.0, 0.0)])
+    data = branch_parallel._packed(packet, 5) + branch_parallel._packed(None, 5)
+    assert len(data) == 2 * (16 + 5 * 12)
+    assert branch_parallel._unpacked(data, 0) == packet
+    assert branch_parallel._unpacked(data, len(data) // 2) is None
+
+
+def test_of_equal_branches_the_one_nearest_to_the_anchor_wins() -> None:
+    packets = [Packet(0.5, 2, []), Packet(0.7, 3, []), Packet(0.7, 1, [])]
+    assert min(packets, key=lambda packet: packet.key).branch == 1
+    assert Alone().best([None, packets[0]], 1) == [packets[0]]
+
+
+def test_joining_ranks(tmp_path: Path) -> None:
+    """Those of an existing process group get a group of their own, with the timeout that was asked for."""
+    with pytest.raises(UserError, match="torchrun"):
+        join_ranks(timeout_seconds=1, device=CPU)
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="rank_timeout"):
+            join_ranks(timeout_seconds=wrong, device=CPU)
+
+    def work(_: Ranks) -> list[Any]:
+        made = join_ranks(timeout_seconds=7, device=CPU)
+        packets = made.best([Packet(float(made.rank), made.rank, [])], 1)
+        return [made.group is not None, made.rank, made.size, packets[0].branch]
+
+    results, _ = processes(2, tmp_path, work)
+    assert results == [[True, 0, 2, 1], [True, 1, 2, 1]]

@@ -1,0 +1,544 @@
+"""Decoding of diffusion LMs against plain references that compute everything anew, row by row and branch by branch."""
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspec.decoding import diffusion, factory
+from dspec.decoding.block_state import BlockRules
+from dspec.decoding.diffusion import BlockDiffusion, DiffusionConfig
+from dspec.decoding.flight import Alone
+from dspec.decoding.generation import Generation, Request
+from dspec.decoding.lookahead import Lookahead
+from dspec.decoding.loop import decode
+from dspec.decoding.sampling import GREEDY, Sampling
+from dspec.errors import UserError
+
+VOCAB = 11
+STOPS = (3, 6)
+WARM = Sampling(temperature=0.7, top_p=0.9)
+ALONE: dict[str, Any] = {"branches": 0, "confidence": "mean", "segment": 2}
+
+
+def model(toys: SimpleNamespace, seed: int = 0, *, shift: bool = False, **shape: Any) -> Any:
+    of = toys.target(toys.FAMILIES[seed % 3], seed=seed, vocab=VOCAB, **{"scale": 0.4} | shape)
+    of.model.config.dspec_logit_shift = shift
+    return of
+
+
+def decoder(
+    of: Any, *, attention: str = "block_causal", cache: str = "committed", ranking: str = "probability", **change: Any
+) -> BlockDiffusion:
+    rules = {"block_size": 4, "append": 0.4, "activate": 0.7, "threshold": 0.5, "at_least": 1}
+    ahead = {key: change.pop(key, value) for key, value in ALONE.items()}
+    config = DiffusionConfig(
+        rules=BlockRules(**rules | change),
+        attention=attention,
+        cache=cache,
+        lookahead=Lookahead(**ahead),
+        ranking=ranking,
+    )
+    return BlockDiffusion(target=of, config=config, placement=Alone())
+
+
+def some(
+    seed: int, count: int, *, samplings: Sequence[Sampling] = (GREEDY,), stops: Sequence[int] = STOPS
+) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            ids=[rng.randrange(VOCAB - 1) for _ in range(rng.randint(1, 7))],
+            sampling=rng.choice(samplings),
+            max_new_tokens=rng.randint(5, 19),
+            stop_ids=rng.choice([stops, ()]),
+            seed=rng.randrange(99),
+        )
+        for _ in range(count)
+    ]
+
+
+def trace(generation: Generation) -> tuple:
+    """What must not depend on company or caches."""
+    made = [(p.kind, p.committed, p.filled, p.beyond, p.branches) for p in generation.passes]
+    return generation.tokens, generation.stopped, made
+
+
+# ---- plain references
+
+
+@torch.no_grad()
+def guesses(of: Any, text: Sequence[int], places: Sequence[int], prompt: int, block: int | None) -> dict[int, tuple]:
+    """(token, probability) at these places, from the whole text in one pass; `block` None is full attention."""
+    n = len(text)
+
+    def at(place: int) -> int:
+        return 0 if block is None or place < prompt else 1 + (place - prompt) // block
+
+    sees = torch.tensor([[at(k) <= at(q) for k in range(n)] for q in range(n)])
+    hidden = of(torch.tensor([list(text)]), mask=lambda b, h, q, kv: sees[q, kv]).hidden_BLD[0]
+    return {place: _best(of, hidden[place - of.model.config.dspec_logit_shift]) for place in places}
+
+
+def _best(of: Any, hidden: Tensor) -> tuple[int, float]:
+    logits = of.logits(hidden)
+    logits[of.mask_token_id] = -torch.inf
+    probability, token = logits.softmax(-1).max(-1)
+    return int(token), float(probability)
+
+
+def reference(
+    of: Any,
+    request: Request,
+    *,
+    block_size: int | None = 4,
+    append: float = 0.4,
+    activate: float = 0.7,
+    threshold: float = 0.5,
+    at_least: int = 1,
+    full: bool = False,
+    branches: int = 0,
+) -> tuple[list[int], list[list[int]]]:
+    """D2F and LoPA as the papers write them, greedy: nothing is cached and branches are computed one after another.
+    Returns the answer, and the slots that each pass filled."""
+    prompt, limit, mask = len(request.ids), request.max_new_tokens, of.mask_token_id
+    size = block_size or limit
+    slots: list[int | None] = [None] * limit
+    ends, active, rounds, tried = [0], [], [], []
+
+    def empty(of_slots: Sequence[int | None], first: int, last: int) -> int:
+        return sum(token is None for token in of_slots[first:last])
+
+    def end() -> int:
+        return next((i + 1 for i, token in enumerate(slots) if token in request.stop_ids), limit)
+
+    def activated(of_slots: Sequence[int | None]) -> list[bool]:
+        now = [True]
+        for b in range(1, len(ends) - 1):
+            width = ends[b] - ends[b - 1]
+            now.append(active[b] or (width - empty(of_slots, ends[b - 1], ends[b])) / width >= activate)
+        return now
+
+    while None in slots[: end()]:
+        width = ends[-1] - ends[-2] if len(ends) > 1 else 1
+        share = 1.0 if len(ends) == 1 else (width - empty(slots, ends[-2], ends[-1])) / width
+        if ends[-1] < limit and end() == limit and not any(t in request.stop_ids for t in slots) and share >= append:
+            ends.append(min(ends[-1] + size, limit))
+            active.append(False)
+        active = activated(slots)
+        seen = limit if full else ends[-1]
+        open_slots = [i for i in range(min(end(), ends[-1])) if slots[i] is None]
+        best = None
+        for extra in [{}, *tried]:
+            text = [extra.get(i, slots[i]) for i in range(seen)]
+            asked = [i for i in open_slots if i not in extra]
+            found = guesses(
+                of, [*request.ids, *(mask if t is None else t for t in text)], [prompt + i for i in asked], prompt,
+                None if full else size,
+            )  # fmt: skip
+            found = {i: found[prompt + i] for i in asked}
+            score = sum(p for _, p in found.values()) / len(found) if found else 1.0
+            if best is None or score > best[0]:
+                best = score, extra, found
+        _, extra, found = best
+        fills = dict(extra)
+        slots = [extra.get(i, token) for i, token in enumerate(slots)]
+        active = activated(slots)
+        for b in range(len(ends) - 1):
+            mine = [i for i in found if ends[b] <= i < ends[b + 1] and i < end_before_fills(slots, request)]
+            sure = [i for i in mine if found[i][1] > threshold]
+            if active[b] and len(sure) < at_least:
+                sure = sorted({*sure, *sorted(mine, key=lambda i: -found[i][1])[: at_least - len(sure)]})
+            fills |= {i: found[i][0] for i in sure}
+        slots = [fills.get(i, token) for i, token in enumerate(slots)]
+        rounds.append(sorted(fills))
+        left = [i for i in found if slots[i] is None and i < end()]
+        tried = [{i: found[i][0]} for i in sorted(left, key=lambda i: (-found[i][1], i))[:branches]]
+    return slots[: end()], rounds
+
+
+def end_before_fills(slots: Sequence[int | None], request: Request) -> int:
+    return next((i + 1 for i, token in enumerate(slots) if token in request.stop_ids), len(slots))
+
+
+def same(made: Generation, expected: tuple[list[int], list[list[int]]]) -> None:
+    tokens, rounds = expected
+    assert made.tokens == tokens
+    assert [p.filled + p.beyond for p in made.passes] == [len(fills) for fills in rounds]
+    assert [p.filled for p in made.passes] == [sum(i < len(tokens) for i in fills) for fills in rounds]
+    assert sum(p.committed for p in made.passes) == len(tokens)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "d2f": {},
+    "eager": {"append": 0.0, "activate": 0.0, "threshold": 0.3},
+    "one block": {"block_size": None},
+    "block after block": {"append": 1.0, "threshold": 0.4},
+    "several a pass": {"append": 1.0, "activate": 1.0, "threshold": 1.0, "at_least": 3},
+    "lopa": {"branches": 3},
+    "eager lopa": {"branches": 5, "append": 0.0, "activate": 0.0, "threshold": 0.6},
+}
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_cached_equals_the_plain_reference(toys: SimpleNamespace, way: str, shift: bool) -> None:
+    """Exact cache under block-causal attention, branches in one pass, rows in any phase: as computed anew, alone."""
+    of, asked = model(toys, len(way), shift=shift), some(len(way), 7)
+    made = decode(decoder(of, **WAYS[way]), asked, in_flight=3)
+    for request, one in zip(asked, made, strict=True):
+        same(one, reference(of, request, **WAYS[way]))
+    assert any(p.filled > 1 for one in made for p in one.passes)  # several tokens a pass
+    assert any(one.stopped for one in made)
+    if "branches" in WAYS[way]:
+        assert [trace(one) for one in made] != [
+            trace(one) for one in decode(decoder(of, **WAYS[way] | {"branches": 0}), asked)
+        ]
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("way", ["block after block", "one block", "several a pass", "lopa"])
+def test_full_attention_without_a_cache(toys: SimpleNamespace, way: str, shift: bool) -> None:
+    """Sees all of the answer's slots, also those behind the appended blocks."""
+    of, asked = model(toys, 1 + len(way), shift=shift), some(len(way), 6)
+    made = decode(decoder(of, attention="full", cache="none", **WAYS[way]), asked, in_flight=4)
+    for request, one in zip(asked, made, strict=True):
+        same(one, reference(of, request, full=True, **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_cached_equals_uncached(toys: SimpleNamespace, way: str, sampling: Sampling) -> None:
+    of, asked = model(toys, 2), some(5, 6, samplings=[sampling])
+    cached, anew = (decode(decoder(of, cache=cache, **WAYS[way]), asked) for cache in ("committed", "none"))
+    assert [trace(one) for one in cached] == [trace(one) for one in anew]
+    total = [sum(p.positions for one in made for p in one.passes) for made in (cached, anew)]
+    assert total[0] < total[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", ["committed", "none"])
+@pytest.mark.parametrize("attention", ["full", "block_causal"])
+def test_a_request_gives_what_it_gives_alone(toys: SimpleNamespace, way: str, attention: str, cache: str) -> None:
+    """Whatever is decoded beside it and whenever it joins; samplings, lengths, limits and stops differ."""
+    of = model(toys, 3, shift=cache == "committed")
+    these, one = some(9, 8, samplings=[GREEDY, WARM]), decoder(of, attention=attention, cache=cache, **WAYS[way])
+    alone = [trace(decode(one, [request])[0]) for request in these]
+    for in_flight in (None, 3):
+        assert [trace(made) for made in decode(one, these, in_flight=in_flight)] == alone
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("shift", [False, True])
+def test_caches_of_a_block_in_company(toys: SimpleNamespace, cache: str, shift: bool) -> None:
+    of, these = model(toys, 4, shift=shift), some(4, 7, samplings=[GREEDY, WARM])
+    one = decoder(of, attention="full", cache=cache, append=1.0)
+    alone = [trace(decode(one, [request])[0]) for request in these]
+    assert [trace(made) for made in decode(one, these, in_flight=3)] == alone
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, way: str) -> None:
+    one, asked = decoder(model(toys, 5), **WAYS[way]), [replace(r, max_new_tokens=17, stop_ids=()) for r in some(6, 3)]
+    rows = toys.joined(one, asked, steps=1)
+    expected = [trace(decode(one, [asked[i]])[0]) for i in (2, 0)]
+    assert [trace(row.generation) for row in rows] == expected
+
+
+# ---- the identities of the issue
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling) -> None:
+    of, asked = model(toys, 6), some(7, 8, samplings=[sampling])
+    common: dict[str, Any] = {
+        "target": of,
+        "draft": None,
+        "block_size": 5,
+        "append": 0.2,
+        "activate": 0.6,
+        "threshold": 0.4,
+    }
+    plain = decode(factory.d2f(**common), asked)
+    ahead = {"confidence": "mean", "segment": 1, "ranking": "probability", "cache": "committed", "rank_timeout": None}
+    lopa = factory.lopa(**common, **ahead, window_attention="block_causal", branches=0)
+    assert [trace(one) for one in decode(lopa, asked)] == [trace(one) for one in plain]
+    for request, one in zip(asked, plain, strict=True):
+        if sampling.greedy:
+            same(one, reference(of, request, block_size=5, append=0.2, activate=0.6, threshold=0.4))
+
+
+def test_d2f_with_one_block_is_the_threshold_decoder(toys: SimpleNamespace) -> None:
+    """Under the same mask, whatever the shares at which blocks would be appended."""
+    of, asked = model(toys, 7), some(8, 8, samplings=[GREEDY, WARM])
+    d2f = factory.d2f(target=of, draft=None, block_size=None, append=0.1, activate=0.95, threshold=0.4)
+    plain = factory.confidence_threshold(
+        target=of, draft=None, threshold=0.4, block_size=None, attention="block_causal", cache="none"
+    )
+    assert [trace(one) for one in decode(d2f, asked)] == [trace(one) for one in decode(plain, asked)]
+
+
+def test_the_baseline_fills_one_token_a_pass(toys: SimpleNamespace) -> None:
+    of, asked = model(toys, 8), some(2, 8)
+    for attention in (None, "full", "block_causal"):
+        for block_size in (None, 4):
+            one = factory.diffusion(
+                target=of, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
+            )
+            assert one.lossless
+            for made in decode(one, asked):
+                assert all(p.filled + p.beyond == 1 for p in made.passes)
+                assert made.nfe >= len(made.tokens)
+    two = factory.diffusion(target=of, draft=None, tokens_per_step=2, block_size=None, attention=None)
+    assert not two.lossless
+    assert not factory.d2f(target=of, draft=None, block_size=4, append=0.1, activate=1.0, threshold=0.9).lossless
+    assert all(p.filled + p.beyond == 2 for made in decode(two, asked) for p in made.passes[:-1])
+
+
+# ---- approximate caches
+
+
+@torch.no_grad()
+def with_copies(of: Any, request: Request, *, branches: int, **rules: Any) -> Generation:
+    """LoPA with full window attention as its authors run it: each branch on a copy of the cache, one after another;
+    the winner's copy becomes the cache."""
+
+    class OneByOne(Alone):
+        pass
+
+    one = decoder(of, attention="full", branches=branches, **rules)
+    plain = diffusion.compute
+
+    def apart(model: Any, rows: Sequence[Any], *, cache: Any) -> Tensor:
+        (row,) = rows
+        if len(row.branches) < 2:
+            return plain(model, rows, cache=cache)
+        parts = []
+        for b in row.branches:
+            own = copy.deepcopy(cache)
+            alone = replace(row, branches=[b], texts=[row.texts[0], row.texts[1 + b]])
+            parts.append(plain(model, [alone], cache=own))
+            for layer, of_branch in zip(cache.layers, own.layers, strict=True):
+                first = row.start + b * len(row.window)
+                for name in ("keys", "values"):
+                    piece = getattr(of_branch, name)[:, :, row.start : row.start + len(row.window)]
+                    layer.room(of_branch.keys, of_branch.values, first + len(row.window))
+                    getattr(layer, name)[:, :, first : first + len(row.window)] = piece
+        return torch.cat(parts, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diffusion, "compute", apart)
+        return decode(one, [request])[0]
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_branches_in_one_pass_equal_branches_one_by_one(toys: SimpleNamespace, shift: bool) -> None:
+    of = model(toys, 9, shift=shift)
+    for request in some(11, 5):
+        packed = decode(decoder(of, attention="full", branches=4), [request])[0]
+        assert trace(packed) == trace(with_copies(of, request, branches=4))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_winners_keys_and_values_are_cached(toys: SimpleNamespace, shift: bool) -> None:
+    """Under full attention the cache holds what the winning branch computed for the blocks that were filled before the
+    pass: as a pass over that branch alone gives, on the cache as it was."""
+    of, winners, moved = model(toys, 10, shift=shift), list[int](), 0
+    one = decoder(of, attention="full", branches=4, append=0.5, threshold=0.8)
+
+    class Noting(Alone):
+        def best(self, packets: Any, slots: int) -> Any:
+            winners.append(packets[0].branch)
+            return super().best(packets, slots)
+
+    one.placement = Noting()
+    (request,) = [replace(r, max_new_tokens=60, stop_ids=()) for r in some(3, 1)]
+    state = one.start([request])
+    while not state.rows[0].done:
+        flight = state.parts[diffusion.FLIGHTS][0]
+        before, anchor, tried, last = copy.deepcopy(state.cache), flight.anchor, flight.tried, flight.last
+        one.step(state)
+        if anchor.settled == anchor.cached:
+            continue
+        end = anchor.prompt + anchor.blocks[-1].end
+        winner = winners[-1]
+        moved += winner > 0
+        text = one._text(state.rows[0], replace(flight, anchor=anchor, tried=tried), winner)[anchor.cached : end]
+        out = of(
+            torch.tensor([text]), positions_BL=torch.arange(anchor.cached, end)[None], cache=before,
+            start_B=[anchor.cached], mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
+        )  # fmt: skip
+        for layer, expected in zip(state.cache.layers, before.layers, strict=True):
+            for name in ("keys", "values"):
+                kept = getattr(layer, name)[:, :, : anchor.settled]
+                torch.testing.assert_close(kept, getattr(expected, name)[:, :, : anchor.settled], rtol=0, atol=1e-10)
+        if not shift:
+            assert flight.last is None
+            continue
+        at = anchor.settled - 1 - anchor.cached
+        torch.testing.assert_close(flight.last, out.hidden_BLD[0, at], rtol=0, atol=1e-10)
+        assert last is None or not torch.equal(last, flight.last)
+    assert moved
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_caches_of_a_block(toys: SimpleNamespace, cache: str, shift: bool) -> None:
+    """A block's first pass is one over everything; the later ones see the surroundings as they were in it."""
+    of = model(toys, 12, shift=shift)
+    one = decoder(of, attention="full", cache=cache, append=1.0, threshold=0.6)
+    (request,) = [replace(r, max_new_tokens=14, stop_ids=()) for r in some(1, 1)]
+    seen: list[tuple] = []
+    plain = diffusion.compute
+
+    def noted(model: Any, rows: Sequence[Any], *, cache: Any) -> Tensor:
+        hidden = plain(model, rows, cache=cache)
+        seen.append((rows[0], hidden.clone()))
+        return hidden
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diffusion, "compute", noted)
+        decode(one, [request])
+    n, frozen, begun = len(request.ids), None, 0
+    for row, hidden in seen:
+        whole = row.start == 0
+        first = n + 4 * begun if whole else row.window[0]
+        assert whole or first == frozen[0]
+        window = list(range(first, n + 14 if cache == "prefix" else min(first + 4, n + 14)))
+        assert (row.width, row.start) == ((n + 14, 0) if whole else (len(window), n + 14 - len(window)))
+        assert list(row.window)[-len(window) :] == window
+        places = list(row.window)
+        if whole:
+            frozen, begun = (first, row.texts[0]), begun + 1
+            ids = torch.tensor([[row.texts[0][p] for p in places]])
+            out = of(ids, positions_BL=torch.tensor([places]), mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0))
+            torch.testing.assert_close(hidden, out.hidden_BLD, rtol=0, atol=1e-10)
+            continue
+        around = [p for p in range(n + 14) if p not in row.window]
+        kv = of.new_cache()
+        every = [*around, *row.window]
+        pos = torch.tensor([every])
+        of(
+            torch.tensor([[frozen[1][p] for p in every]]),
+            positions_BL=pos,
+            cache=kv,
+            mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
+        )
+        ids = torch.tensor([[row.texts[0][p] for p in row.window]])
+        out = of(
+            ids, positions_BL=pos[:, len(around) :], cache=kv, start_B=[len(around)],
+            mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
+        )  # fmt: skip
+        torch.testing.assert_close(hidden, out.hidden_BLD, rtol=0, atol=1e-10)
+    assert begun == 4
+    assert len(seen) > 4
+
+
+# ---- ranking, temperature, stops
+
+
+def test_entropy_ranks_but_does_not_accept(toys: SimpleNamespace) -> None:
+    """The order of guesses differs; which are sure enough does not."""
+    of, asked = model(toys, 13), some(5, 10)
+    runs = [decode(decoder(of, ranking=how, branches=2, threshold=0.6), asked) for how in ("probability", "entropy")]
+    assert [trace(one) for one in runs[0]] != [trace(one) for one in runs[1]]
+    everything = [decode(decoder(of, ranking=how, threshold=0.0), asked) for how in ("probability", "entropy")]
+    assert [trace(one) for one in everything[0]] == [trace(one) for one in everything[1]]
+
+
+def test_a_guess_is_one_draw(toys: SimpleNamespace) -> None:
+    """With a temperature the token that is filled is the one whose probability was tested, drawn from the request's
+    distribution: the frequencies of the first slot of a one-slot answer."""
+    of = model(toys, 14)
+    asked = [Request(ids=[1, 2], sampling=WARM, max_new_tokens=1, stop_ids=(), seed=s) for s in range(400)]
+    made = decode(decoder(of, block_size=1), asked, in_flight=100)
+    with torch.no_grad():
+        hidden = of(torch.tensor([[1, 2, VOCAB - 1]]), mask=lambda b, h, q, kv: (kv < 2) | (kv == q)).hidden_BLD[0, 2]
+        logits = of.logits(hidden)
+    logits[VOCAB - 1] = -torch.inf
+    law = WARM.probs(logits)
+    share = torch.bincount(torch.tensor([g.tokens[0] for g in made]), minlength=VOCAB) / len(made)
+    assert float((share - law).abs().sum()) < 0.15
+    assert ((share > 0) <= (law > 0)).all()
+    assert (share > 0).sum() > 1
+
+
+def test_the_mask_token_is_never_filled_in(toys: SimpleNamespace) -> None:
+    of = model(toys, 15)
+    with torch.no_grad():
+        of.lm_head.weight[VOCAB - 1] = of.lm_head.weight[:-1].sum(0) * 9
+    made = decode(decoder(of), some(1, 12, samplings=[GREEDY, WARM]))
+    assert all(VOCAB - 1 not in one.tokens for one in made)
+
+
+def test_what_follows_a_stop_does_not_count(toys: SimpleNamespace) -> None:
+    made = decode(decoder(model(toys, 16), append=0.0, activate=0.0, threshold=0.2), some(3, 30))
+    assert any(p.beyond for one in made for p in one.passes)
+    for one in made:
+        assert sum(p.filled for p in one.passes) == sum(p.committed for p in one.passes) == len(one.tokens)
+        assert not one.stopped or not {*STOPS} & {*one.tokens[:-1]}
+        assert all(p.kind == "decode" for p in one.passes)
+        assert one.nfe <= len(one.tokens) + sum(p.beyond for p in one.passes)
+
+
+def test_stop_strings_end_an_answer(toys: SimpleNamespace) -> None:
+    """They are looked for in the leading tokens only, which are final."""
+    of, (request,) = model(toys, 17), some(2, 1, stops=())
+    request = replace(request, max_new_tokens=15, stop_ids=())
+    (whole,) = decode(decoder(of), [request])
+    (made,) = decode(decoder(of), [replace(request, should_stop=lambda tokens, known: 6 if len(tokens) >= 6 else None)])
+    assert made.tokens == whole.tokens[:6]
+    assert made.stopped
+    assert sum(p.filled for p in made.passes) == 6
+
+
+# ---- refusals
+
+
+def test_refusals(toys: SimpleNamespace) -> None:
+    of, (request,) = model(toys), some(0, 1)
+    bad = [
+        ({"attention": "causal"}, "attention=causal"), ({"cache": "exact"}, "cache=exact"),
+        ({"ranking": "margin"}, "ranking=margin"), ({"cache": "prefix"}, "cache=prefix"),
+        ({"cache": "dual", "attention": "full"}, "one block after the other"),
+        ({"cache": "dual", "attention": "full", "append": 1.0, "branches": 1}, "cache=dual"),
+        ({"branches": -1}, "branches=-1"), ({"threshold": 1.5}, "threshold=1.5"),
+    ]  # fmt: skip
+    for wrong, words in bad:
+        with pytest.raises(UserError, match=words):
+            decoder(of, **wrong)
+    for wrong, words in (
+        ({"max_new_tokens": 3}, "block_size=4 is larger than max_new_tokens=3"),
+        ({"ids": [1, VOCAB - 1]}, "contains the mask token"),
+        ({"max_new_tokens": 999}, "exceed the context"),
+    ):
+        with pytest.raises(UserError, match=words):
+            decode(decoder(of), [replace(request, **wrong)])
+    of.mask_token_id = None
+    with pytest.raises(UserError, match="no mask token"):
+        decoder(of)
+
+
+def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -> None:
+    of = model(toys)
+    of.model.config.dspec_attention, of.model.config.dspec_block_size = "bidirectional", 8
+    with pytest.warns(UserWarning, match="trained under full attention, this decoder's is block_causal"):
+        one = factory.d2f(target=of, draft=None, block_size=4, append=0.1, activate=0.95, threshold=0.9)
+    told = one.settings(GREEDY)
+    assert (told["attention"], told["trained_attention"], told["trained_block_size"]) == ("block_causal", "full", 8)
+    plain = factory.diffusion(target=of, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    assert plain.settings(GREEDY)["attention"] == "full"
+    of.model.config.dspec_attention = "block_causal"
+    plain = factory.diffusion(target=of, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
+    of.model.config.dspec_attention = "sideways"
+    with pytest.raises(UserError, match="dspec_attention=sideways"):
+        decoder(of)
