@@ -28,7 +28,7 @@ from eval.benchmarks.base import Benchmark, Item
 from eval.decoders import DecoderSpec
 from eval.gate import against_generate, timed
 from eval.progress import Meter
-from eval.prompts import Prompt, UnfitError, encode, text_of
+from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
 from eval.reports.table import line
 from eval.results import ANY_SUBSET, AR, DIFFUSION, ResultRow, assemble, kept_ar_check, reference
 from eval.rows import row
@@ -36,7 +36,7 @@ from eval.samples import Sample, SampleLog, digest
 
 log = logging.getLogger(__name__)
 
-Prompts = list[tuple[Item, Prompt]]
+EncodedPrompts = list[tuple[Item, EncodedPrompt]]
 ARCheck = dict[str, Any]  # the result of eval/gate.py
 T = TypeVar("T")
 OnRows = Callable[[list[ResultRow], ARCheck], None]
@@ -49,7 +49,7 @@ class _Condition:
     name: str
     benchmark: Benchmark
     sampling: Sampling
-    prompts: Prompts
+    prompts: EncodedPrompts
     decoders: Mapping[str, Decoder]
 
 
@@ -88,7 +88,7 @@ class Evaluation:
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
-    ) -> dict[str, Prompts]:
+    ) -> dict[str, EncodedPrompts]:
         """Items and their prompt ids, by benchmark; texts with holes that do not fit the model are left out, with a
         warning. Raises UserError if plain AR or another baseline is missing, for a benchmark without prompts, and for
         any other prompt that does not fit the context."""
@@ -205,7 +205,7 @@ class Evaluation:
         self,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
-        encoded: Mapping[str, Prompts],
+        encoded: Mapping[str, EncodedPrompts],
         decoders: Mapping[str, Decoder],
     ) -> list[_Condition]:
         """Only any-subset decoders can fill holes; they also write from left to right."""
@@ -226,7 +226,7 @@ class Evaluation:
         target: Backbone,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
-        encoded: Mapping[str, Prompts],
+        encoded: Mapping[str, EncodedPrompts],
         stop_ids: Sequence[int],
         meter: Meter,
     ) -> ARCheck:
@@ -254,7 +254,7 @@ class Evaluation:
         strings = StopStrings(target.tokenizer, condition.benchmark.stop)
         stop = strings if condition.benchmark.stop else None
 
-        def answer(decoder: Decoder, batch: Prompts) -> list[Generation]:
+        def answer(decoder: Decoder, batch: EncodedPrompts) -> list[Generation]:
             requests = [
                 prompt.request(sampling=sampling, seed=prompt_seed(self.seed, item.id), stop_ids=stop_ids, stop=stop)
                 for item, prompt in batch
@@ -336,10 +336,12 @@ def _verdict_data(benchmark: Benchmark) -> dict[str, Any]:
     return {key: source.get(key) for key in ("sha256", "prompt")}
 
 
-def _fitting(target: Backbone, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy) -> Prompts:
+def _fitting(
+    target: Backbone, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy
+) -> EncodedPrompts:
     """Items and prompts, without the texts with holes that do not fit the model: no setting would shorten those. Raises
     UserError if none is left."""
-    prompts: Prompts = []
+    prompts: EncodedPrompts = []
     unfit: list[UserError] = []
     for item in items:
         try:
@@ -358,7 +360,7 @@ def _fitting(target: Backbone, name: str, benchmark: Benchmark, items: Sequence[
     return prompts
 
 
-def _infilling(prompts: Prompts) -> bool:
+def _infilling(prompts: EncodedPrompts) -> bool:
     """Whether these prompts have holes to fill: AR cannot answer them."""
     return prompts[0][1].positions is not None
 

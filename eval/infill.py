@@ -21,12 +21,12 @@ from dspec.errors import UserError
 from dspec.models.backbone import Backbone
 from dspec.models.language_model import embedded_any_subset, load_language_model
 from dspec.terminal import quiet
-from eval.prompts import Prompt
+from eval.prompts import EncodedPrompt
 
 _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
 
 
-def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) -> Prompt:
+def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) -> EncodedPrompt:
     """`text` with its [MASK:n] as holes; with a `task`, as the response to that user turn.
 
     Raises UserError for a text without holes, an empty one, and a text without anything visible.
@@ -48,7 +48,7 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
         raise UserError('the text has no hole: mark holes as [MASK:n], such as "The [MASK:4] sat on the mat"')
     if not ids:
         raise UserError("the text has no visible token: at least one must be given, or a --task")
-    return Prompt(ids=ids, max_new_tokens=len(holes), positions=[*seen, *holes], start=len(turn))
+    return EncodedPrompt(ids=ids, max_new_tokens=len(holes), positions=[*seen, *holes], start=len(turn))
 
 
 def _model(folder: str | None) -> Backbone:

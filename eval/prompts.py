@@ -14,7 +14,7 @@ from eval.benchmarks.base import Benchmark, Item
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
+class EncodedPrompt:
     """Visible tokens `ids`, to be followed by at most `max_new_tokens`; `positions` is then None.
 
     With holes, `positions` are those of `ids` and then of the `max_new_tokens` holes, each part ascending, and the
@@ -61,7 +61,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> Prompt:
+def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> EncodedPrompt:
     """The user turn of a chat, or raw text to go on from; where the item has a response or parts, a text with holes.
 
     Raises UnfitError for a text with nothing visible or nothing hidden, and for exact parts that their tokens do not
@@ -74,7 +74,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item,
     else:
         ids = list(tokenizer(item.prompt, add_special_tokens=item.response is None)["input_ids"])
     if item.response is None:
-        return Prompt(ids=ids, max_new_tokens=benchmark.max_new_tokens)
+        return EncodedPrompt(ids=ids, max_new_tokens=benchmark.max_new_tokens)
     if benchmark.chat:
         response = response_ids(tokenizer, item.response)
         most = len(response) - 1  # the end of the turn stays: it says how long the response is
@@ -97,7 +97,9 @@ def _holes(item: Item, places: range, count: int) -> Sequence[int]:
     return places[first : first + count]
 
 
-def _hidden_parts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy) -> Prompt:
+def _hidden_parts(
+    tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item, policy: PromptPolicy
+) -> EncodedPrompt:
     """Each part's tokens apart, so that no token holds both hidden and visible text. In a chat the parts are the
     answer."""
     text = prompt_ids(tokenizer, item.prompt, policy) if benchmark.chat else []
@@ -115,11 +117,11 @@ def _hidden_parts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item
     return _with_holes(item, text, holes, start=None)
 
 
-def _with_holes(item: Item, text: Sequence[int], holes: set[int], *, start: int | None) -> Prompt:
+def _with_holes(item: Item, text: Sequence[int], holes: set[int], *, start: int | None) -> EncodedPrompt:
     seen = [position for position in range(len(text)) if position not in holes]
     if not (seen and holes):
         raise UnfitError(f"{item.id} has no {'hidden' if seen else 'visible'} token: infilling needs one of each")
-    return Prompt(
+    return EncodedPrompt(
         ids=[text[position] for position in seen],
         max_new_tokens=len(holes),
         positions=[*seen, *sorted(holes)],

@@ -12,7 +12,7 @@ def code_block(text: str) -> str | None:
     return found[1].removesuffix("\n") if found else None
 
 
-def request(task: str, *, ask: str) -> str:
+def code_prompt(task: str, *, ask: str) -> str:
     """A user turn: the instruction, and the code that it is about."""
     return f"{ask}\n\n```python\n{task.strip()}\n```"
 

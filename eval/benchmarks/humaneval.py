@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from data.rows import DataRow, Hub, load_rows
 from eval.benchmarks.base import Extent, FileBenchmark, Item
-from eval.benchmarks.code import code_block, cut, request
+from eval.benchmarks.code import code_block, code_prompt, cut
 from eval.sandbox.judge import Judge
 
 _STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -47,7 +47,7 @@ class HumanEval(FileBenchmark):
         super().__init__(data, key=task_id, describes=how, **extent)
 
     def prompt(self, row: DataRow) -> str:
-        return request(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
+        return code_prompt(row["prompt"], ask=_COMPLETE) if self.chat else str(row["prompt"])
 
     def program(self, item: Item, answer: str) -> str:
         """The program to judge for an answer."""
@@ -80,7 +80,7 @@ class Infilling(FileBenchmark):
     def prompt(self, row: DataRow) -> str:
         if not self.chat:
             return str(row["prompt"])
-        return request(f"{row['prompt']}{_indent(row)}# MISSING LINE\n{row['suffix']}", ask=_FILL)
+        return code_prompt(f"{row['prompt']}{_indent(row)}# MISSING LINE\n{row['suffix']}", ask=_FILL)
 
     def line(self, item: Item, answer: str) -> str:
         """The line to judge for an answer, without its line end."""

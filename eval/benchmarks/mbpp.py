@@ -18,7 +18,7 @@ from jinja2 import Template
 from data.rows import DataRow, Hub, Rows, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_whole
-from eval.benchmarks.code import code_block, cut, request
+from eval.benchmarks.code import code_block, code_prompt, cut
 from eval.sandbox.judge import Judge, function_under_test
 
 _WORKED = (2, 3, 4)
@@ -71,7 +71,7 @@ class Mbpp(FileBenchmark):
 
     def prompt(self, row: DataRow) -> str:
         if self.chat:
-            return request("\n".join(row["test_list"]), ask=f"{row['text'].strip()} {_ASK}")
+            return code_prompt("\n".join(row["test_list"]), ask=f"{row['text'].strip()} {_ASK}")
         return self._worked + str(self._text.render(row))
 
     def program(self, answer: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Unpack
 from data.rows import DataRow, Rows, data_file, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item
-from eval.benchmarks.code import cut, request
+from eval.benchmarks.code import code_prompt, cut
 from eval.sandbox.function_process import FunctionProcess, Reply
 from eval.sandbox.judge import Judge
 
@@ -91,7 +91,7 @@ class _Plus(FileBenchmark):
 
     def prompt(self, row: DataRow) -> str:
         text = str(row["prompt"]).strip() + "\n"
-        return request(text, ask=_ASK) if self.chat else text
+        return code_prompt(text, ask=_ASK) if self.chat else text
 
     def program(self, item: Item, answer: str) -> Reply:
         """evalplus's program for an answer, if sanitize succeeds."""

@@ -34,7 +34,7 @@ _IGNORED_KEYS = (
 _MOST_NAMED = 4  # at most this many settings in a name: runs that differ in more are named by their folders
 METRICS = ("tau", "tpf", "speedup")
 
-Prompt = tuple[str, str]  # benchmark, id
+PromptKey = tuple[str, str]  # benchmark, id
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Outcome:
     """One method's results in one run: metrics over all benchmarks, and the headline verdict on each prompt."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
-    right: dict[Prompt, bool] = field(default_factory=dict)
+    right: dict[PromptKey, bool] = field(default_factory=dict)
     baselines: frozenset[str] = frozenset({AR})  # what its speedups are relative to
     trusted: bool = True  # whether that is AR, and kept up with transformers' generate; else speedups may be inflated
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.reports.table import ResultRow, aligned, title
+from eval.reports.table import aligned, title
+from eval.results import ResultRow
 
 NOTE = "mean ± standard error over prompts"
 

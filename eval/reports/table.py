@@ -6,9 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label
-
-ResultRow = Mapping[str, Any]
+from eval.results import AR, AR_OF_BASE, UNTRUSTED, ResultRow, baseline_label
 
 WIDTH = 80
 LOSSLESS = "="  # suffix of the quality of a row whose outputs have the distribution of its baseline's

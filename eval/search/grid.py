@@ -39,22 +39,24 @@ from eval.search.settings import SearchSettings
 from eval.search.tables import Point, plot, show, verdict
 
 log = logging.getLogger(__name__)
-Prompt = tuple[Benchmark, Item, list[int]]
+SearchPrompt = tuple[Benchmark, Item, list[int]]
 
 
 class Search:
     """Decodes with each configuration and measures it."""
 
     def __init__(self, settings: SearchSettings) -> None:
-        self.settings, self.plans = settings, settings.plans
+        self.settings, self.configs = settings, settings.configs
 
-    def __call__(self, target: LanguageModel, prompts: Sequence[Prompt], *, seed: int) -> tuple[list[Point], Roofline]:
+    def __call__(
+        self, target: LanguageModel, prompts: Sequence[SearchPrompt], *, seed: int
+    ) -> tuple[list[Point], Roofline]:
         """A point per configuration, plain AR's first, and the roofline."""
         roofline = measure_roofline(
             target.device, target.dtype, stream_mb=self.settings.stream_mb, matrix=self.settings.matrix
         )
         decoders: list[Decoder] = [Autoregressive(target=target)]
-        decoders += [Jacobi(target=target, config=plan) for plan in self.plans]
+        decoders += [Jacobi(target=target, config=config) for config in self.configs]
         results: list[list[tuple[Generation, float]]] = [[] for _ in decoders]
         right: list[list[bool]] = [[] for _ in decoders]
         with Meter("search") as meter:
@@ -63,7 +65,7 @@ class Search:
                 for decoder in decoders:
                     self._decode(target, decoder, prompt, seed)
             meter.expect(len(prompts) * len(decoders), done=0)
-            meter.phase(f"{len(self.plans)} configurations and AR")
+            meter.phase(f"{len(self.configs)} configurations and AR")
             for number, prompt in enumerate(prompts):
                 for i in rotated(range(len(decoders)), number):
                     generation, seconds, verdict = self._decode(target, decoders[i], prompt, seed)
@@ -72,15 +74,15 @@ class Search:
                     meter.advance(1)
         # keys in the cache at a pass: the prompt, and half of the answer on average
         context = sum(len(p[2]) + len(g.tokens) / 2 for p, (g, _) in zip(prompts, results[0], strict=True))
-        plans: list[JacobiConfig | None] = [None, *self.plans]
+        configs: list[JacobiConfig | None] = [None, *self.configs]
         return [
-            point(target, plan, decoded, results[0], judged, context=context / len(prompts), roofline=roofline)
-            for plan, decoded, judged in zip(plans, results, right, strict=True)
+            point(target, config, decoded, results[0], judged, context=context / len(prompts), roofline=roofline)
+            for config, decoded, judged in zip(configs, results, right, strict=True)
         ], roofline
 
     @staticmethod
     def _decode(
-        target: LanguageModel, decoder: Decoder, prompt: Prompt, seed: int
+        target: LanguageModel, decoder: Decoder, prompt: SearchPrompt, seed: int
     ) -> tuple[Generation, float, bool | None]:
         """The answer, its seconds, and whether it is right by the benchmark's headline measure, if there is one."""
         benchmark, item, ids = prompt
@@ -100,7 +102,7 @@ class Search:
 
 def point(
     target: LanguageModel,
-    plan: JacobiConfig | None,
+    config: JacobiConfig | None,
     decoded: Sequence[tuple[Generation, float]],
     baseline: Sequence[tuple[Generation, float]],
     right: Sequence[bool],
@@ -121,7 +123,7 @@ def point(
     positions = sum(g.positions_computed for g in generations) / forwards
     flops, read = pass_cost(target, positions=positions, context=context)
     return {
-        "plan": asdict(plan) if plan is not None else None,
+        "config": asdict(config) if config is not None else None,
         "quality": sum(right) / len(right) if right else None,
         "tpf": sum(len(g.tokens) - g.prefill_tokens for g in generations) / forwards,
         "tokens_per_second": sum(len(g.tokens) for g in generations) / seconds,
@@ -149,7 +151,7 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
         raise UserError("the search decodes from left to right, it fills no holes: use benchmark=tiny or another one")
     if not prompts:
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
-    log.info("searching %d configurations on %d prompts in %s", len(settings.plans), len(prompts), run_dir)
+    log.info("searching %d configurations on %d prompts in %s", len(settings.configs), len(prompts), run_dir)
     with torch.inference_mode():
         points, roofline = Search(settings)(causal(loaded.target), prompts, seed=cfg.seed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]

@@ -28,10 +28,10 @@ class SearchSettings:
         for name, least in (("warmup", 0), ("stream_mb", 1), ("matrix", 1)):
             if type(value := getattr(self, name)) is not int or value < least:
                 raise UserError(f"search.{name}={value} must be an integer, at least {least}")
-        _ = self.plans
+        _ = self.configs
 
     @property
-    def plans(self) -> list[JacobiConfig]:
+    def configs(self) -> list[JacobiConfig]:
         """All configurations of the grid, each once."""
         return [
             JacobiConfig(block_size=n, blocks=k, activation=r, pool_size=self.pool_size, candidates=c)

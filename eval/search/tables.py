@@ -23,12 +23,12 @@ against transformers' generate here (eval.run does that)"""
 Point = dict[str, Any]
 
 
-def name(plan: Mapping[str, Any] | None) -> str:
+def name(config: Mapping[str, Any] | None) -> str:
     """n: block size, K: blocks in flight, r: activation, c: recycled candidates."""
-    if plan is None:
+    if config is None:
         return "AR"
-    ratio = f" r={plan['activation']:g}" if plan["blocks"] > 1 else ""
-    return f"n={plan['block_size']} K={plan['blocks']}{ratio} c={plan['candidates']}"
+    ratio = f" r={config['activation']:g}" if config["blocks"] > 1 else ""
+    return f"n={config['block_size']} K={config['blocks']}{ratio} c={config['candidates']}"
 
 
 def show(points: Sequence[Point], roofline: Roofline) -> str:
@@ -39,7 +39,7 @@ def show(points: Sequence[Point], roofline: Roofline) -> str:
     )
     cells = [
         [
-            name(p["plan"]),
+            name(p["config"]),
             number(None if p["quality"] is None else 100 * p["quality"], ".1f"),
             f"{p['tpf']:.2f}",
             f"{p['tokens_per_second']:.0f}",
@@ -60,7 +60,7 @@ def _times_ar(point: Point, points: Sequence[Point]) -> str:
 
 def picks(points: Sequence[Point], roofline: Roofline) -> dict[str, Point]:
     """The fastest configuration, and the fastest within a factor of `NEAR` of the ridge point, by description."""
-    tried = [p for p in points if p["plan"] is not None]
+    tried = [p for p in points if p["config"] is not None]
     near = [p for p in tried if _from_ridge(p, roofline) <= math.log(NEAR)]
     found = {"fastest": _fastest(tried)}
     if near:
@@ -79,7 +79,7 @@ def _from_ridge(point: Point, roofline: Roofline) -> float:
 def verdict(points: Sequence[Point], roofline: Roofline) -> str:
     """Two lines for each of `picks`."""
     return "\n".join(
-        f"{role}: {name(p['plan'])},\n  {p['tpf']:.2f} tokens per pass, {_times_ar(p, points)} x AR's tokens/s, at "
+        f"{role}: {name(p['config'])},\n  {p['tpf']:.2f} tokens per pass, {_times_ar(p, points)} x AR's tokens/s, at "
         f"{p['intensity'] / roofline.ridge_point:.2f} of the ridge point"
         for role, p in picks(points, roofline).items()
     )
@@ -89,7 +89,8 @@ def plot(points: Sequence[Point], roofline: Roofline, path: Path) -> None:
     """The configurations under the roofline, one colour per block size."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for p in points:
-        group = "AR" if p["plan"] is None else f"n={p['plan']['block_size']}"
+        group = "AR" if p["config"] is None else f"n={p['config']['block_size']}"
         groups.setdefault(group, []).append((p["intensity"], p["flops"]))
-    notes = {f"{role}: {name(p['plan'])}": (p["intensity"], p["flops"]) for role, p in picks(points, roofline).items()}
+    picked = picks(points, roofline).items()
+    notes = {f"{role}: {name(p['config'])}": (p["intensity"], p["flops"]) for role, p in picked}
     plot_roofline(groups, notes=notes, bandwidth=roofline.bandwidth, flops=roofline.flops, path=path)

@@ -22,7 +22,7 @@ from eval.benchmarks.base import Item
 from eval.benchmarks.humaneval_infilling import HumanEvalInfilling
 from eval.decoders import ANY_SUBSET, DecoderSpec, any_subset
 from eval.evaluate import Evaluation
-from eval.prompts import Prompt, UnfitError, encode, text_of
+from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
 from eval.reports.table import table
 from eval.results import AR
 
@@ -65,7 +65,7 @@ def benchmark_of(folder: Path, write: Write, judge: Any) -> Callable[..., HumanE
     return call
 
 
-def texts(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: list[int]) -> tuple[str, str, str]:
+def texts(tokenizer: PreTrainedTokenizerBase, prompt: EncodedPrompt, tokens: list[int]) -> tuple[str, str, str]:
     """The text before the hole, in it and after it, with these tokens in the hole."""
     assert prompt.positions is not None
     seen, holes = prompt.positions[: len(prompt.ids)], prompt.positions[len(prompt.ids) :]

@@ -33,13 +33,13 @@ def grid(**changes: Any) -> Search:
 
 
 def test_the_grid_has_each_configuration_once() -> None:
-    names = [name(vars(plan)) for plan in grid().plans]
+    names = [name(vars(config)) for config in grid().configs]
     assert len(names) == len(set(names)) == 2 * 2 * (1 + 2)
     assert "n=8 K=2 r=0.5 c=2" in names
     assert "n=4 K=1 c=0" in names
     for change in ({"block_sizes": [4]}, {"candidates": [0]}, {"blocks": [1]}, {"activations": [0.5]}):
-        assert len(grid(**change).plans) < 12
-    assert grid(pool_size=9).plans[0].pool_size == 9
+        assert len(grid(**change).configs) < 12
+    assert grid(pool_size=9).configs[0].pool_size == 9
     with pytest.raises(UserError, match="at least one value"):
         grid(blocks=[])
 
@@ -75,12 +75,12 @@ def test_cost_of_a_pass(toys: SimpleNamespace) -> None:
 def test_points(toys: SimpleNamespace) -> None:
     target = toys.target(seed=2, vocab=9)
     options = {"max_new_tokens": 12, "stop_ids": (), "seeds": [0]}
-    plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
+    config = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=4, candidates=2)
     (baseline,) = toys.autoregressive(target=target, sampling=toys.GREEDY).decode([[1, 2]], **options)
-    (own,) = toys.jacobi(target=target, sampling=toys.GREEDY, config=plan).decode([[1, 2]], **options)
+    (own,) = toys.jacobi(target=target, sampling=toys.GREEDY, config=config).decode([[1, 2]], **options)
     points = [
         point(target, p, [(g, s)], [(baseline, 2.0)], [True, False], context=8, roofline=ROOF)
-        for p, g, s in ((None, baseline, 2.0), (plan, own, 1.0))
+        for p, g, s in ((None, baseline, 2.0), (config, own, 1.0))
     ]
     assert points[0]["tpf"] == points[0]["positions_per_pass"] == points[0]["rows_per_pass"] == 1
     assert (points[0]["tokens_per_second"], points[1]["tokens_per_second"]) == (6, 12)
@@ -149,10 +149,10 @@ def test_verdict_near_the_ridge_point() -> None:
     """The ridge point of ROOF is at 5 FLOP/byte: 2.5 to 10 is near."""
 
     def made(candidates: int, speed: float, intensity: float) -> dict[str, Any]:
-        plan = {"block_size": 4, "blocks": 1, "activation": 1.0, "candidates": candidates}
-        return {"plan": plan, "tokens_per_second": speed, "tpf": 2.0, "intensity": intensity}
+        config = {"block_size": 4, "blocks": 1, "activation": 1.0, "candidates": candidates}
+        return {"config": config, "tokens_per_second": speed, "tpf": 2.0, "intensity": intensity}
 
-    baseline = made(0, 10, 0.5) | {"plan": None}
+    baseline = made(0, 10, 0.5) | {"config": None}
     points = [baseline, made(1, 30, 2.4), made(2, 15, 9.9), made(3, 20, 2.6), made(4, 25, 10.1)]
     first, _, second, numbers = verdict(points, ROOF).splitlines()
     assert first.startswith("fastest: n=4 K=1 c=1")
@@ -170,7 +170,7 @@ def test_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(sys, "argv", ["eval.search", *args, f"hydra.run.dir={tmp_path}"])
     main()
     found = json.loads((tmp_path / "search.json").read_text())
-    assert [p["plan"] and p["plan"]["candidates"] for p in found["points"]] == [None, 0, 2]
+    assert [p["config"] and p["config"]["candidates"] for p in found["points"]] == [None, 0, 2]
     assert found["run"]["config"]["search"]["block_sizes"] == [8]
     assert found["roofline"]["ridge_point"] > 0
     assert (tmp_path / "plots" / "roofline.png").is_file()
