@@ -23,7 +23,7 @@ def evaluate(cfg: DictConfig) -> None:
     """One evaluation in Hydra's run folder."""
     check_arguments(cfg)
     benchmarks = instantiate(cfg.benchmark)
-    from eval.measure import run_evaluation
+    from eval.job import run_evaluation
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     with own_folder(run_dir) as folder:

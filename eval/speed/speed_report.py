@@ -15,7 +15,7 @@ from dspec.config.compose import instantiate
 from dspec.models.language_model import causal
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark
-from eval.measure import EvaluationResult, run_evaluation
+from eval.job import EvaluationResult, run_evaluation
 from eval.samples import Sample, read_samples
 from eval.speed.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
 from eval.speed.settings import SpeedSettings

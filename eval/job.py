@@ -1,4 +1,5 @@
-"""Runs one evaluation as described by conf/eval.yaml (or speed.yaml)."""
+"""Builds and runs one evaluation as conf/eval.yaml (or speed.yaml) describes it: eval/run.py is its command,
+eval/evaluate.py does the decoding and judging."""
 
 import logging
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from dspec.errors import UserError
-from eval.pareto import draw, pooled
+from eval.reports.pareto import draw, pooled
 from eval.reports.plots import plot_pareto
 from eval.results import SCHEMA, load
 
