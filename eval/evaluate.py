@@ -261,16 +261,19 @@ class Evaluation:
             ]
             return decode(decoder, requests)
 
+        # 1. batches of the prompts without a logged answer: an earlier session may have answered some
         logged = log.select(name, sampling.temperature)
         answered, first = {s.id for s in logged}, 1 + max((s.batch for s in logged), default=-1)
         rest = [prompt for prompt in condition.prompts if prompt[0].id not in answered]
         batches = [rest[i : i + self.batch_size] for i in range(0, len(rest), self.batch_size)]
+        # 2. warm-up: every decoder on the first batches, neither timed nor kept
         if batches and self.warmup:
             meter.phase(f"{name} T={sampling.temperature:g}, warm-up")
         for batch in batches[: self.warmup]:
             for decoder in decoders.values():
                 answer(decoder, batch)
                 meter.advance(0)
+        # 3. batch by batch, each decoder in turn; only decoding is timed, and a batch is logged once all have done it
         if batches:
             meter.phase(f"{name} T={sampling.temperature:g}")
         for number, batch in enumerate(batches, first):

@@ -99,7 +99,11 @@ def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any], *, 
 
 
 def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """For each run, by method: its name in the table, with the settings that distinguish it from others of its seed."""
+    """For each run, by method: its name in the table, with the settings that distinguish it from others of its seed.
+
+    Two runs of DSpark with seeds 0 and 1 and equal settings are one "DSpark"; with block sizes 4 and 7 they are
+    "DSpark draft.block_size=4" and "DSpark draft.block_size=7".
+    """
     methods = dict.fromkeys(row["method"] for _, result in runs for row in result["rows"])
     names: list[dict[str, str]] = [{} for _ in runs]
     for method in methods:
