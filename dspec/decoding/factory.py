@@ -6,14 +6,14 @@ import torch
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.block_state import BlockRules
-from dspec.decoding.branch_parallel import join_ranks
-from dspec.decoding.diffusion import COMMITTED, NONE, BlockDiffusion, DiffusionConfig
-from dspec.decoding.diffusion_pass import BLOCK_CAUSAL, FULL, PROBABILITY, Trained
-from dspec.decoding.flight import Alone, Placement
+from dspec.decoding.diffusion.block_state import BlockRules
+from dspec.decoding.diffusion.branch_parallel import join_ranks
+from dspec.decoding.diffusion.decoder import COMMITTED, NONE, BlockDiffusion, DiffusionConfig
+from dspec.decoding.diffusion.forward import BLOCK_CAUSAL, FULL, PROBABILITY, Trained
+from dspec.decoding.diffusion.lookahead import Lookahead
+from dspec.decoding.diffusion.row_state import Alone, Placement
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
-from dspec.decoding.lookahead import Lookahead
 from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.sigma_gpt import SigmaGPT

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dspec.decoding import branch_parallel, factory
-from dspec.decoding.block_state import Guess
-from dspec.decoding.branch_parallel import Ranks, join_ranks
-from dspec.decoding.flight import Alone, Packet
+from dspec.decoding import factory
+from dspec.decoding.diffusion import branch_parallel
+from dspec.decoding.diffusion.block_state import Guess
+from dspec.decoding.diffusion.branch_parallel import Ranks, join_ranks
+from dspec.decoding.diffusion.row_state import Alone, Packet
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dspec.attention import masks
-from dspec.decoding.block_state import Guess
+from dspec.decoding.diffusion.block_state import Guess
 from dspec.decoding.sampling import SamplingBatch, draw, row_chunks
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dspec.decoding.block_state import Guess
-from dspec.decoding.flight import Flight, Packet
+from dspec.decoding.diffusion.block_state import Guess
+from dspec.decoding.diffusion.row_state import Flight, Packet
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 

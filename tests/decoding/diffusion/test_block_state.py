@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspec.decoding.block_state import BlockRules, BlockState, Guess, Phase, by_rank
-from dspec.decoding.lookahead import Lookahead
+from dspec.decoding.diffusion.block_state import BlockRules, BlockState, Guess, Phase, by_rank
+from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.errors import UserError
 
 PLAIN: dict[str, Any] = {"block_size": 4, "append": 0.5, "activate": 1.0, "threshold": 0.9, "at_least": 1}

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.decoding import diffusion, factory
-from dspec.decoding.block_state import BlockRules
-from dspec.decoding.diffusion import BlockDiffusion, DiffusionConfig
-from dspec.decoding.flight import Alone
+from dspec.decoding import factory
+from dspec.decoding.diffusion import decoder as diffusion
+from dspec.decoding.diffusion.block_state import BlockRules
+from dspec.decoding.diffusion.decoder import BlockDiffusion, DiffusionConfig
+from dspec.decoding.diffusion.lookahead import Lookahead
+from dspec.decoding.diffusion.row_state import Alone
 from dspec.decoding.generation import Generation, Request
-from dspec.decoding.lookahead import Lookahead
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dspec.decoding.block_state import BlockState, Guess
+from dspec.decoding.diffusion.block_state import BlockState, Guess
 from dspec.models.cache import PositionCache
 
 

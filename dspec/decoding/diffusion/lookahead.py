@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dspec.decoding.block_state import BlockState, Guess, by_rank
+from dspec.decoding.diffusion.block_state import BlockState, Guess, by_rank
 from dspec.errors import UserError
 
 CONFIDENCES = ("mean", "sliding_window", "lowest_segment")

@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dspec.decoding.block_state import Block, BlockRules, BlockState, Phase
-from dspec.decoding.diffusion_pass import (
+from dspec.decoding.diffusion.block_state import Block, BlockRules, BlockState, Phase
+from dspec.decoding.diffusion.forward import (
     ATTENTIONS,
     BLOCK_CAUSAL,
     CERTAIN,
@@ -32,9 +32,9 @@ from dspec.decoding.diffusion_pass import (
     guess,
     mask_token,
 )
-from dspec.decoding.flight import Flight, Packet, Placement
+from dspec.decoding.diffusion.lookahead import Lookahead
+from dspec.decoding.diffusion.row_state import Flight, Packet, Placement
 from dspec.decoding.generation import Generation, Pass, Request
-from dspec.decoding.lookahead import Lookahead
 from dspec.decoding.loop import check_requests
 from dspec.decoding.sampling import Sampling, Streams
 from dspec.decoding.state import PerRow, Row, State

@@ -1,0 +1,1 @@
+"""Decoding of diffusion LMs: fixed steps, confidence threshold, D2F and LoPA are settings of one decoder."""
