@@ -138,15 +138,15 @@ def d2f(
     weights: str,
     base: Base,
     block_size: int | None,
-    append: float,
-    activate: float,
+    append_ratio: float,
+    activate_ratio: float,
     threshold: float,
 ) -> DecoderSpec:
     """Several blocks of a diffusion LM at a time, under block-causal attention."""
     settings: dict[str, Any] = {
         "block_size": block_size,
-        "append": append,
-        "activate": activate,
+        "append_ratio": append_ratio,
+        "activate_ratio": activate_ratio,
         "threshold": threshold,
     }
     return _spec(label, weights, base, partial(factory.d2f, **settings), baseline=DIFFUSION)
@@ -158,30 +158,30 @@ def lopa(
     weights: str,
     base: Base,
     block_size: int | None,
-    append: float,
-    activate: float,
+    append_ratio: float,
+    activate_ratio: float,
     threshold: float,
     window_attention: str,
     cache: str,
     branches: int,
-    confidence: str,
+    branch_score: str,
     segment: int,
-    ranking: str,
-    rank_timeout: float | None,
+    confidence_measure: str,
+    process_timeout_s: float | None,
 ) -> DecoderSpec:
     """D2F, or plain diffusion, with lookahead branches."""
     settings: dict[str, Any] = {
         "block_size": block_size,
-        "append": append,
-        "activate": activate,
+        "append_ratio": append_ratio,
+        "activate_ratio": activate_ratio,
         "threshold": threshold,
         "window_attention": window_attention,
         "cache": cache,
         "branches": branches,
-        "confidence": confidence,
+        "branch_score": branch_score,
         "segment": segment,
-        "ranking": ranking,
-        "rank_timeout": rank_timeout,
+        "confidence_measure": confidence_measure,
+        "process_timeout_s": process_timeout_s,
     }
     return _spec(label, weights, base, partial(factory.lopa, **settings), baseline=DIFFUSION)
 

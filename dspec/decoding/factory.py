@@ -7,11 +7,11 @@ import torch
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.diffusion.block_state import BlockRules
-from dspec.decoding.diffusion.branch_parallel import join_ranks
+from dspec.decoding.diffusion.branch_parallel import join_processes
 from dspec.decoding.diffusion.decoder import COMMITTED, NONE, BlockDiffusion, DiffusionConfig
-from dspec.decoding.diffusion.forward import BLOCK_CAUSAL, FULL, PROBABILITY, Trained
+from dspec.decoding.diffusion.forward import BLOCK_CAUSAL, FULL, PROBABILITY, TrainingRecord
 from dspec.decoding.diffusion.lookahead import Lookahead
-from dspec.decoding.diffusion.row_state import Alone, Placement
+from dspec.decoding.diffusion.row_state import BranchExecutor, SingleProcess
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
@@ -83,14 +83,16 @@ def sigma_gpt(*, target: Backbone, draft: Draft | None, num_orders: int) -> Deco
     return SigmaGPT(target=target, num_orders=num_orders)
 
 
-_NO_LOOKAHEAD = Lookahead(branches=0, confidence="mean", segment=1)
+_NO_LOOKAHEAD = Lookahead(branches=0, branch_score="mean", segment=1)
 
 
 def diffusion(
     *, target: Backbone, draft: Draft | None, tokens_per_step: int, block_size: int | None, attention: str | None
 ) -> Decoder:
     """A diffusion LM's `tokens_per_step` most confident tokens a pass, block after block."""
-    rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=1.0, at_least=tokens_per_step)
+    rules = BlockRules(
+        block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=1.0, min_fills=tokens_per_step
+    )
     return _block_by_block(causal(target), rules, attention, NONE)
 
 
@@ -104,7 +106,7 @@ def confidence_threshold(
     cache: str,
 ) -> Decoder:
     """All tokens more probable than the threshold, at least one a pass, block after block."""
-    rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=threshold, at_least=1)
+    rules = BlockRules(block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=threshold, min_fills=1)
     return _block_by_block(causal(target), rules, attention, cache)
 
 
@@ -113,12 +115,18 @@ def d2f(
     target: Backbone,
     draft: Draft | None,
     block_size: int | None,
-    append: float,
-    activate: float,
+    append_ratio: float,
+    activate_ratio: float,
     threshold: float,
 ) -> Decoder:
     """Several blocks at a time under block-causal attention, cached exactly."""
-    rules = BlockRules(block_size=block_size, append=append, activate=activate, threshold=threshold, at_least=1)
+    rules = BlockRules(
+        block_size=block_size,
+        append_ratio=append_ratio,
+        activate_ratio=activate_ratio,
+        threshold=threshold,
+        min_fills=1,
+    )
     return _block_diffusion(causal(target), rules, BLOCK_CAUSAL, COMMITTED)
 
 
@@ -127,31 +135,37 @@ def lopa(
     target: Backbone,
     draft: Draft | None,
     block_size: int | None,
-    append: float,
-    activate: float,
+    append_ratio: float,
+    activate_ratio: float,
     threshold: float,
     window_attention: str,
     cache: str,
     branches: int,
-    confidence: str,
+    branch_score: str,
     segment: int,
-    ranking: str,
-    rank_timeout: float | None,
+    confidence_measure: str,
+    process_timeout_s: float | None,
 ) -> Decoder:
     """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM. With a
-    `rank_timeout` they are divided over ranks, which wait for one another so many seconds."""
-    rules = BlockRules(block_size=block_size, append=append, activate=activate, threshold=threshold, at_least=1)
-    lookahead = Lookahead(branches=branches, confidence=confidence, segment=segment)
-    placement: Placement = Alone()
-    if rank_timeout is not None:
-        placement = join_ranks(timeout_seconds=rank_timeout, device=torch.device(target.device))
-    return _block_diffusion(causal(target), rules, window_attention, cache, lookahead, ranking, placement)
+    `process_timeout_s` they are divided over processes, which wait for one another so many seconds."""
+    rules = BlockRules(
+        block_size=block_size,
+        append_ratio=append_ratio,
+        activate_ratio=activate_ratio,
+        threshold=threshold,
+        min_fills=1,
+    )
+    lookahead = Lookahead(branches=branches, branch_score=branch_score, segment=segment)
+    executor: BranchExecutor = SingleProcess()
+    if process_timeout_s is not None:
+        executor = join_processes(timeout_seconds=process_timeout_s, device=torch.device(target.device))
+    return _block_diffusion(causal(target), rules, window_attention, cache, lookahead, confidence_measure, executor)
 
 
 def _block_by_block(target: LanguageModel, rules: BlockRules, attention: str | None, cache: str) -> Decoder:
     """Under the attention that the model was trained with unless told otherwise. Filled blocks cost nothing to cache
     exactly under block-causal attention."""
-    attention = attention or Trained.of(target).attention or FULL
+    attention = attention or TrainingRecord.read(target).attention or FULL
     return _block_diffusion(
         target, rules, attention, COMMITTED if (attention, cache) == (BLOCK_CAUSAL, NONE) else cache
     )
@@ -163,15 +177,17 @@ def _block_diffusion(
     attention: str,
     cache: str,
     lookahead: Lookahead = _NO_LOOKAHEAD,
-    ranking: str = PROBABILITY,
-    placement: Placement | None = None,
+    confidence_measure: str = PROBABILITY,
+    executor: BranchExecutor | None = None,
 ) -> Decoder:
-    config = DiffusionConfig(rules=rules, attention=attention, cache=cache, lookahead=lookahead, ranking=ranking)
-    trained = Trained.of(target).attention
+    config = DiffusionConfig(
+        rules=rules, attention=attention, cache=cache, lookahead=lookahead, confidence_measure=confidence_measure
+    )
+    trained = TrainingRecord.read(target).attention
     if trained not in (None, attention):
         warnings.warn(
             f"{target.name!r} was trained under {trained} attention, this decoder's is {attention}: its answers "
             "are not what the model was trained for (results have both)",
             stacklevel=3,
         )
-    return BlockDiffusion(target=target, config=config, placement=placement or Alone())
+    return BlockDiffusion(target=target, config=config, executor=executor or SingleProcess())

@@ -162,29 +162,38 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
         "decoder.diffusion.tokens_per_step=2", "decoder.diffusion.block_size=8",
         "decoder.diffusion.attention=block_causal", "decoder.confidence_threshold.threshold=0.7",
         "decoder.confidence_threshold.block_size=null", "decoder.confidence_threshold.cache=dual",
-        "decoder.confidence_threshold.attention=full", "decoder.d2f.append=0.3", "decoder.d2f.activate=0.8",
+        "decoder.confidence_threshold.attention=full", "decoder.d2f.append_ratio=0.3", "decoder.d2f.activate_ratio=0.8",
         "decoder.d2f.threshold=0.6", "decoder.d2f.block_size=5", "decoder.lopa.window_attention=block_causal",
-        "decoder.lopa.branches=2", "decoder.lopa.confidence=lowest_segment", "decoder.lopa.segment=3",
-        "decoder.lopa.ranking=entropy", "decoder.lopa.cache=none", "decoder.lopa.block_size=6",
-        "decoder.lopa.append=0.25", "decoder.lopa.activate=0.5", "decoder.lopa.threshold=0.4",
+        "decoder.lopa.branches=2", "decoder.lopa.branch_score=lowest_segment", "decoder.lopa.segment=3",
+        "decoder.lopa.confidence_measure=entropy", "decoder.lopa.cache=none", "decoder.lopa.block_size=6",
+        "decoder.lopa.append_ratio=0.25", "decoder.lopa.activate_ratio=0.5", "decoder.lopa.threshold=0.4",
     ]  # fmt: skip
     cfg = composed("eval", ["target=tiny", f"decoder=[{','.join(names)}]", *said])
     specs = instantiate_decoders(cfg)
     told = {name: spec.build(target=toys.target(), draft=None).settings(GREEDY) for name, spec in specs.items()}
     same = {"temperature": 0.0, "top_p": 1.0, "trained_attention": None, "trained_block_size": None}
-    alone = same | {"branches": 0, "confidence": "mean", "segment": 1, "ranking": "probability"}
-    one_by_one = {"append": 1.0, "activate": 1.0}
+    alone = same | {"branches": 0, "branch_score": "mean", "segment": 1, "confidence_measure": "probability"}
+    one_by_one = {"append_ratio": 1.0, "activate_ratio": 1.0}
     exact = {"attention": "block_causal", "cache": "committed"}
     assert told == {
-        "diffusion": alone | one_by_one | exact | {"block_size": 8, "threshold": 1.0, "at_least": 2},
+        "diffusion": alone | one_by_one | exact | {"block_size": 8, "threshold": 1.0, "min_fills": 2},
         "confidence_threshold": alone
         | one_by_one
-        | {"attention": "full", "cache": "dual", "block_size": None, "threshold": 0.7, "at_least": 1},
-        "d2f": alone | exact | {"block_size": 5, "append": 0.3, "activate": 0.8, "threshold": 0.6, "at_least": 1},
+        | {"attention": "full", "cache": "dual", "block_size": None, "threshold": 0.7, "min_fills": 1},
+        "d2f": alone
+        | exact
+        | {"block_size": 5, "append_ratio": 0.3, "activate_ratio": 0.8, "threshold": 0.6, "min_fills": 1},
         "lopa": same
-        | {"block_size": 6, "append": 0.25, "activate": 0.5, "threshold": 0.4, "at_least": 1, "cache": "none"}
-        | {"attention": "block_causal", "branches": 2, "confidence": "lowest_segment", "segment": 3}
-        | {"ranking": "entropy"},
+        | {
+            "block_size": 6,
+            "append_ratio": 0.25,
+            "activate_ratio": 0.5,
+            "threshold": 0.4,
+            "min_fills": 1,
+            "cache": "none",
+        }
+        | {"attention": "block_causal", "branches": 2, "branch_score": "lowest_segment", "segment": 3}
+        | {"confidence_measure": "entropy"},
     }
     assert {spec.baseline for spec in specs.values()} == {"diffusion"}
     chosen = "diffusion,confidence_threshold,base_diffusion,base_confidence_threshold"
@@ -200,18 +209,20 @@ TABLE_5 = {  # block size, tau_add, tau_act, tau_conf, branches
 
 def test_settings_of_lopas_table_5() -> None:
     cfg = composed("eval", ["target=tiny", f"decoder=[{','.join(f'lopa_{name}' for name in TABLE_5)}]"])
-    keys = ("block_size", "append", "activate", "threshold", "branches")
+    keys = ("block_size", "append_ratio", "activate_ratio", "threshold", "branches")
     assert {name: tuple(cfg.decoder[f"lopa_{name}"][key] for key in keys) for name in TABLE_5} == TABLE_5
 
 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("d2f.threshold=1.2", "threshold=1.2"), ("d2f.append=-1", "append=-1"), ("d2f.activate=7", "activate=7"),
+        ("d2f.threshold=1.2", "threshold=1.2"), ("d2f.append_ratio=-1", "append_ratio=-1"),
+        ("d2f.activate_ratio=7", "activate_ratio=7"),
         ("d2f.block_size=0", "block_size=0"), ("lopa.branches=-1", "branches=-1"),
-        ("lopa.cache=exact", "cache=exact"), ("lopa.confidence=max", "confidence=max"),
+        ("lopa.cache=exact", "cache=exact"), ("lopa.branch_score=max", "branch_score=max"),
         ("lopa.window_attention=causal", "attention=causal"), ("diffusion.tokens_per_step=0", "at least one slot"),
-        ("confidence_threshold.cache=prefixes", "cache=prefixes"), ("lopa.ranking=best", "ranking=best"),
+        ("confidence_threshold.cache=prefixes", "cache=prefixes"),
+        ("lopa.confidence_measure=best", "confidence_measure=best"),
         ("jacobi.block_size=null", "jacobi.block_size=null must be an integer"),
     ],
 )  # fmt: skip

@@ -75,7 +75,7 @@ def test_branches_over_ranks_of_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     answers = []
-    for name, launcher, more in (("one", [], []), ("two", torchrun, [f"{lopa}.rank_timeout=60"])):
+    for name, launcher, more in (("one", [], []), ("two", torchrun, [f"{lopa}.process_timeout_s=60"])):
         command = [sys.executable, *launcher, "-m", "eval.run", *common, *more, f"hydra.run.dir={tmp_path / name}"]
         subprocess.run(command, env=environment, cwd=tmp_path, check=True, timeout=300, capture_output=True)
         _, *samples = map(json.loads, (tmp_path / name / "samples.jsonl").read_text().splitlines())

@@ -36,19 +36,19 @@ class BlockRules:
     block with fewer than `at_least` of those, the best guesses beside them."""
 
     block_size: int | None
-    append: float
-    activate: float
+    append_ratio: float
+    activate_ratio: float
     threshold: float
-    at_least: int
+    min_fills: int
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 1:
             raise UserError(f"block_size={self.block_size} must be at least 1 (null: one block over the whole answer)")
-        for name in ("append", "activate", "threshold"):
+        for name in ("append_ratio", "activate_ratio", "threshold"):
             if not 0 <= (value := getattr(self, name)) <= 1:
-                raise UserError(f"{name}={value} is a share or a probability: it must lie in [0, 1]")
-        if self.at_least < 1:
-            raise UserError(f"a round must fill at least one slot, not {self.at_least}")
+                raise UserError(f"{name}={value} is a ratio or a probability: it must lie in [0, 1]")
+        if self.min_fills < 1:
+            raise UserError(f"a round must fill at least one slot, not {self.min_fills}")
 
     def check(self, limit: int) -> None:
         """Raises UserError where a block is larger than the answer."""
@@ -64,7 +64,7 @@ class Guess(NamedTuple):
 
     token: int
     probability: float
-    rank: float
+    confidence: float
 
 
 class Phase(Enum):
@@ -153,8 +153,8 @@ class BlockState:
         for block in self.blocks:
             slots = [slot for slot in self.open if block.first <= slot < block.end]
             kept = [slot for slot in slots if guesses[slot].probability > self.rules.threshold]
-            if block.activated and (lacking := self.rules.at_least - len(kept)) > 0:
-                kept += [slot for slot in by_rank(slots, guesses) if slot not in kept][:lacking]
+            if block.activated and (lacking := self.rules.min_fills - len(kept)) > 0:
+                kept += [slot for slot in by_confidence(slots, guesses) if slot not in kept][:lacking]
             fills |= {slot: guesses[slot].token for slot in kept}
         return fills
 
@@ -171,25 +171,25 @@ class BlockState:
         after = self.filled(fills)
         return replace(after, cached=self.settled if cached is None else cached)._appended()._activated()
 
-    def _share(self, block: Block) -> float:
-        """The filled share of a block."""
+    def _filled_ratio(self, block: Block) -> float:
+        """The part of a block's slots that is filled, in [0, 1]."""
         return sum(token is not None for token in self.tokens[block.first : block.end]) / (block.end - block.first)
 
     def _appended(self) -> "BlockState":
         last = self.blocks[-1]
-        if self.stopped or last.end == self.limit or self._share(last) < self.rules.append:
+        if self.stopped or last.end == self.limit or self._filled_ratio(last) < self.rules.append_ratio:
             return self
         end = min(last.end + (self.rules.block_size or self.limit), self.limit)
         return replace(self, blocks=(*self.blocks, Block(last.end, end, activated=False)))
 
     def _activated(self) -> "BlockState":
         blocks = self.blocks[:1] + tuple(
-            replace(block, activated=True) if self._share(before) >= self.rules.activate else block
+            replace(block, activated=True) if self._filled_ratio(before) >= self.rules.activate_ratio else block
             for before, block in zip(self.blocks, self.blocks[1:], strict=False)
         )
         return replace(self, blocks=blocks)
 
 
-def by_rank(slots: Sequence[int], guesses: Mapping[int, Guess]) -> list[int]:
+def by_confidence(slots: Sequence[int], guesses: Mapping[int, Guess]) -> list[int]:
     """The most confident first; of equals, the earliest."""
-    return sorted(slots, key=lambda slot: (-guesses[slot].rank, slot))
+    return sorted(slots, key=lambda slot: (-guesses[slot].confidence, slot))

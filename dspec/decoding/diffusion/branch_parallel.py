@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dspec.decoding.diffusion.block_state import Guess
-from dspec.decoding.diffusion.row_state import Flight, Packet
+from dspec.decoding.diffusion.row_state import BranchResult, RowState
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 
 _HEAD = struct.Struct("<dii")  # score, branch (-1: none computed here), number of guesses
-_LONGEST = 86400
-_GUESS = struct.Struct("<iff")  # token, probability, rank: both are float32 already
+_MAX_TIMEOUT_S = 86400  # a day; keeps out infinity, which no timedelta holds
+_GUESS = struct.Struct("<iff")  # token, probability, confidence: both are float32 already
 
 
-class Ranks:
+class DistributedBranches:
     """A rank's share of the branches, and what it exchanges with the others."""
 
     def __init__(self, device: torch.device, *, group: dist.ProcessGroup | None = None) -> None:
@@ -39,33 +39,33 @@ class Ranks:
         died. `device` is where its backend wants tensors."""
         self.rank, self.size, self.device, self.group = dist.get_rank(), dist.get_world_size(), device, group
 
-    def mine(self, branches: int) -> Sequence[int]:
+    def local_branches(self, branches: int) -> Sequence[int]:
         return range(self.rank, branches, self.size) if branches > 1 else range(branches)
 
-    def best(self, packets: Sequence[Packet | None], slots: int) -> list[Packet]:
-        own = torch.frombuffer(bytearray(b"".join(_packed(packet, slots) for packet in packets)), dtype=torch.uint8)
-        gathered = torch.empty(self.size * len(own), dtype=torch.uint8, device=self.device)
-        self._exchange(lambda: dist.all_gather_into_tensor(gathered, own.to(self.device), group=self.group))
-        of_ranks = gathered.cpu().numpy().tobytes()
+    def select_best(self, results: Sequence[BranchResult | None], slots: int) -> list[BranchResult]:
+        packed = torch.frombuffer(bytearray(b"".join(_packed(result, slots) for result in results)), dtype=torch.uint8)
+        gathered = torch.empty(self.size * len(packed), dtype=torch.uint8, device=self.device)
+        self._exchange(lambda: dist.all_gather_into_tensor(gathered, packed.to(self.device), group=self.group))
+        received = gathered.cpu().numpy().tobytes()
         size = _HEAD.size + slots * _GUESS.size
-        every = [_unpacked(of_ranks, at) for at in range(0, len(of_ranks), size)]
-        found = [[p for p in every[row :: len(packets)] if p is not None] for row in range(len(packets))]
-        return [min(of_row, key=lambda packet: packet.key) for of_row in found]
+        every = [_unpacked(received, at) for at in range(0, len(received), size)]
+        found = [[one for one in every[row :: len(results)] if one is not None] for row in range(len(results))]
+        return [min(row_results, key=lambda result: result.key) for row_results in found]
 
-    def commit(self, winners: Mapping[int, int], flights: Sequence[Flight], cache: PositionCache) -> None:
+    def sync_winners(self, winners: Mapping[int, int], row_states: Sequence[RowState], cache: PositionCache) -> None:
         owners: dict[int, list[int]] = {}
         for row, branch in winners.items():
-            if flights[row].branches > 1:
+            if row_states[row].branches > 1:
                 owners.setdefault(branch % self.size, []).append(row)
         for owner, rows in sorted(owners.items()):
-            self._broadcast(owner, rows, flights, cache)
+            self._broadcast(owner, rows, row_states, cache)
 
-    def _broadcast(self, owner: int, rows: Sequence[int], flights: Sequence[Flight], cache: PositionCache) -> None:
+    def _broadcast(self, owner: int, rows: Sequence[int], row_states: Sequence[RowState], cache: PositionCache) -> None:
         """What these rows cache in this pass goes from the owner to all: keys, values, and the hidden state behind them
         where the next pass reads it."""
         parts: list[Tensor] = []
         for row in rows:
-            anchor, last = flights[row].anchor, flights[row].last
+            anchor, last = row_states[row].anchor, row_states[row].hidden_before_window
             parts += [cache.read(row, anchor.cached, anchor.settled)] + ([] if last is None else [last])
         sent = torch.cat([part.flatten() for part in parts]).to(self.device)
         self._exchange(lambda: dist.broadcast(sent, src=owner, group=self.group))
@@ -73,11 +73,11 @@ class Ranks:
             return
         received = iter(sent.split([part.numel() for part in parts]))
         for row in rows:
-            flight = flights[row]
-            held = cache.read(row, flight.anchor.cached, flight.anchor.settled)
-            cache.write(row, flight.anchor.cached, next(received).view_as(held))
-            if flight.last is not None:
-                flight.last = next(received).clone()
+            row_state = row_states[row]
+            held = cache.read(row, row_state.anchor.cached, row_state.anchor.settled)
+            cache.write(row, row_state.anchor.cached, next(received).view_as(held))
+            if row_state.hidden_before_window is not None:
+                row_state.hidden_before_window = next(received).clone()
 
     def _exchange(self, collective: Callable[[], object]) -> None:
         """Raises UserError where another rank does not answer within the process group's timeout."""
@@ -90,33 +90,35 @@ class Ranks:
             ) from error
 
 
-def join_ranks(*, timeout_seconds: float, device: torch.device) -> Ranks:
+def join_processes(*, timeout_seconds: float, device: torch.device) -> DistributedBranches:
     """The ranks that torchrun started this process with, or those of the process group that it is in. They wait for one
     another for at most `timeout_seconds`. Raises UserError for a time that is not positive, and in a single process."""
-    if not 0 < timeout_seconds < _LONGEST:
-        raise UserError(f"rank_timeout={timeout_seconds} must be a positive number of seconds below {_LONGEST}")
+    if not 0 < timeout_seconds < _MAX_TIMEOUT_S:
+        raise UserError(
+            f"process_timeout_s={timeout_seconds} must be a positive number of seconds below {_MAX_TIMEOUT_S}"
+        )
     if not (dist.is_initialized() or dist.is_torchelastic_launched()):
         raise UserError(
-            "rank_timeout divides LoPA's branches over processes: start with torchrun --nproc-per-node N -m ..."
+            "process_timeout_s divides LoPA's branches over processes: start with torchrun --nproc-per-node N -m ..."
         )
     timeout = timedelta(seconds=timeout_seconds)
     if dist.is_initialized():
-        return Ranks(device, group=dist.new_group(timeout=timeout))
+        return DistributedBranches(device, group=dist.new_group(timeout=timeout))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     atexit.register(dist.destroy_process_group)
-    return Ranks(device)
+    return DistributedBranches(device)
 
 
-def _packed(packet: Packet | None, slots: int) -> bytes:
+def _packed(result: BranchResult | None, slots: int) -> bytes:
     """A packet in as many bytes as one with `slots` guesses takes."""
-    guesses = () if packet is None else packet.guesses
-    head = (0.0, -1) if packet is None else (packet.score, packet.branch)
+    guesses = () if result is None else result.guesses
+    head = (0.0, -1) if result is None else (result.score, result.branch)
     body = b"".join(_GUESS.pack(*one) for one in guesses)
     return (_HEAD.pack(*head, len(guesses)) + body).ljust(_HEAD.size + slots * _GUESS.size, b"\0")
 
 
-def _unpacked(data: bytes, at: int) -> Packet | None:
+def _unpacked(data: bytes, at: int) -> BranchResult | None:
     score, branch, count = _HEAD.unpack_from(data, at)
     first = at + _HEAD.size
     guesses = [Guess(*_GUESS.unpack_from(data, first + i * _GUESS.size)) for i in range(count)]
-    return None if branch < 0 else Packet(score, branch, guesses)
+    return None if branch < 0 else BranchResult(score, branch, guesses)

@@ -24,16 +24,16 @@ from dspec.decoding.diffusion.block_state import Block, BlockRules, BlockState, 
 from dspec.decoding.diffusion.forward import (
     ATTENTIONS,
     BLOCK_CAUSAL,
-    CERTAIN,
     FULL,
-    Layout,
-    Trained,
+    MAX_CONFIDENCE,
+    RowInputs,
+    TrainingRecord,
     compute,
     guess,
     mask_token,
 )
 from dspec.decoding.diffusion.lookahead import Lookahead
-from dspec.decoding.diffusion.row_state import Flight, Packet, Placement
+from dspec.decoding.diffusion.row_state import BranchExecutor, BranchResult, RowState
 from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.loop import check_requests
 from dspec.decoding.sampling import Sampling, Streams
@@ -46,28 +46,32 @@ from dspec.spans import span
 NONE: Final = "none"
 COMMITTED: Final = "committed"
 OF_A_BLOCK: Final = ("prefix", "dual")
-FLIGHTS: Final = "flights"  # the part of the state that holds each row's Flight
+ROW_STATES: Final = "row_states"  # the part of the state that holds each row's RowState
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig:
-    """`attention` full | block_causal, `cache` none | committed | prefix | dual (see above), `ranking` of guesses and
-    branches by probability | entropy."""
+    """`attention` full | block_causal, `cache` none | committed | prefix | dual (see above), `confidence_measure` of
+    guesses: probability | entropy (negative)."""
 
     rules: BlockRules
     attention: str
     cache: str
     lookahead: Lookahead
-    ranking: str
+    confidence_measure: str
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise UserError(f"attention={self.attention} is unknown; use one of {', '.join(ATTENTIONS)}")
         if self.cache not in (NONE, COMMITTED, *OF_A_BLOCK):
             raise UserError(f"cache={self.cache} is unknown; use one of none, committed, prefix, dual")
-        if self.ranking not in CERTAIN:
-            raise UserError(f"ranking={self.ranking} is unknown; use one of {', '.join(CERTAIN)}")
-        if self.cache in OF_A_BLOCK and (self.attention != FULL or self.rules.append != 1 or self.lookahead.branches):
+        if self.confidence_measure not in MAX_CONFIDENCE:
+            raise UserError(
+                f"confidence_measure={self.confidence_measure} is unknown; use one of {', '.join(MAX_CONFIDENCE)}"
+            )
+        if self.cache in OF_A_BLOCK and (
+            self.attention != FULL or self.rules.append_ratio != 1 or self.lookahead.branches
+        ):
             raise UserError(
                 f"cache={self.cache} is for full attention and one block after the other: use none or committed"
             )
@@ -77,7 +81,11 @@ class DiffusionConfig:
         """Whether this is the baseline: one token a pass, nothing cached that is not exact."""
         exact = self.cache == NONE or self.attention == BLOCK_CAUSAL
         rules = self.rules
-        return exact and not self.lookahead.branches and (rules.append, rules.threshold, rules.at_least) == (1, 1, 1)
+        return (
+            exact
+            and not self.lookahead.branches
+            and (rules.append_ratio, rules.threshold, rules.min_fills) == (1, 1, 1)
+        )
 
     @property
     def sees_all(self) -> bool:
@@ -85,18 +93,18 @@ class DiffusionConfig:
         return self.attention == FULL and self.cache != COMMITTED
 
     def settings(self) -> dict[str, Any]:
-        own = {key: value for key, value in asdict(self).items() if key not in ("rules", "lookahead")}
-        return asdict(self.rules) | asdict(self.lookahead) | own
+        names = ("attention", "cache", "confidence_measure")
+        return asdict(self.rules) | asdict(self.lookahead) | {name: getattr(self, name) for name in names}
 
 
 class BlockDiffusion:
     """Decoding of any batch; its rows may be in any phase."""
 
-    def __init__(self, *, target: LanguageModel, config: DiffusionConfig, placement: Placement) -> None:
+    def __init__(self, *, target: LanguageModel, config: DiffusionConfig, executor: BranchExecutor) -> None:
         """Raises UserError for a model without a mask token."""
         mask_token(target)
-        self.target, self.config, self.placement = target, config, placement
-        self.trained = Trained.of(target)
+        self.target, self.config, self.executor = target, config, executor
+        self.trained = TrainingRecord.read(target)
         self.lossless = config.one_by_one
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
@@ -117,48 +125,49 @@ class BlockDiffusion:
             rows=[Row(request, list(request.ids), Generation()) for request in requests],
             cache=PositionCache(0) if self.config.cache == NONE else self.target.new_cache(),
             streams=Streams([r.seed for r in requests], self.target.device),
-            parts={FLIGHTS: PerRow(self._flight(request) for request in requests)},
+            parts={ROW_STATES: PerRow(self._row_state(request) for request in requests)},
         )
         self.step(state)
         return state
 
-    def _flight(self, request: Request) -> Flight:
+    def _row_state(self, request: Request) -> RowState:
         anchor = BlockState.begin(
             rules=self.config.rules,
             prompt=len(request.ids),
             limit=request.max_new_tokens,
             stop_ids=request.stop_ids,
         )
-        return Flight(anchor, torch.Generator().manual_seed(request.seed))
+        return RowState(anchor, torch.Generator().manual_seed(request.seed))
 
     @torch.inference_mode()
     def step(self, state: State) -> None:
-        flights: PerRow[Flight] = state.parts[FLIGHTS]
+        row_states: PerRow[RowState] = state.parts[ROW_STATES]
         running = [b for b, row in enumerate(state.rows) if not row.done]
         # 1. one pass over the branches of all rows that are computed here
-        layouts = [
-            Layout() if row.done else self._layout(row, flight) for row, flight in zip(state.rows, flights, strict=True)
+        inputs = [
+            RowInputs() if row.done else self._row_inputs(row, row_state)
+            for row, row_state in zip(state.rows, row_states, strict=True)
         ]
         cache = state.cache if self.config.cache != NONE else None
-        hidden = compute(self.target, layouts, cache=cache)
+        hidden = compute(self.target, inputs, cache=cache)
 
         # 2. each row's most confident branch
-        slots = max((len(flights[b].anchor.open) for b in running), default=0)
-        packets = self._packets(state, running, layouts, hidden)
-        best = dict(zip(running, self.placement.best(packets, slots), strict=True))
+        slots = max((len(row_states[b].anchor.open) for b in running), default=0)
+        results = self._local_results(state, running, inputs, hidden)
+        best = dict(zip(running, self.executor.select_best(results, slots), strict=True))
 
         # 3. its keys and values stay, its guesses are filled in
         with span("bookkeeping"):
-            self._commit(state, best, layouts, hidden)
+            self._commit(state, best, inputs, hidden)
             for b, row in enumerate(state.rows):
                 if b in best:
-                    self._fill(row, flights[b], best[b], layouts[b], width=hidden.shape[1])
+                    self._fill(row, row_states[b], best[b], inputs[b], width=hidden.shape[1])
                 else:
                     row.generation.idle_positions += hidden.shape[1]
 
-    def _layout(self, row: Row, flight: Flight) -> Layout:
+    def _row_inputs(self, row: Row, row_state: RowState) -> RowInputs:
         """What a row computes in the next pass."""
-        state, prompt, config = flight.anchor, len(row.request.ids), self.config
+        state, prompt, config = row_state.anchor, len(row.request.ids), self.config
         end = prompt + (state.limit if config.sees_all else state.blocks[-1].end)
         shared: Sequence[int] = ()
         window: Sequence[int]
@@ -167,113 +176,121 @@ class BlockDiffusion:
             first, last = prompt + block.first, end if config.cache == "prefix" else prompt + block.end
             window, around = range(first, last), [*range(first), *range(last, end)]
             start = len(around)
-            if flight.frozen_at != block.first:
+            if row_state.cached_for_block != block.first:
                 start, window = 0, [*around, *window]
         else:
             start = state.cached if config.cache == COMMITTED else 0
             inner = state.settled if config.attention == BLOCK_CAUSAL else start
             shared, window = range(start, inner), range(inner, end)
-        branches = self.placement.mine(flight.branches)
-        return Layout(
+        branches = self.executor.local_branches(row_state.branches)
+        return RowInputs(
             start=start,
             shared=shared,
             window=window,
             branches=branches,
-            texts=[self._text(row, flight, branch) for branch in (0, *branches)],
+            texts=[self._text(row, row_state, branch) for branch in (0, *branches)],
             prompt=prompt,
             block_size=(config.rules.block_size or state.limit) if config.attention == BLOCK_CAUSAL else None,
         )
 
-    def _text(self, row: Row, flight: Flight, branch: int) -> list[int]:
+    def _text(self, row: Row, row_state: RowState, branch: int) -> list[int]:
         """The prompt and all slots of a branch's answer, empty ones as the mask token."""
-        fills, empty = flight.fills(branch), mask_token(self.target)
-        slots = (fills.get(slot, token) for slot, token in enumerate(flight.anchor.tokens))
+        fills, empty = row_state.fills(branch), mask_token(self.target)
+        slots = (fills.get(slot, token) for slot, token in enumerate(row_state.anchor.tokens))
         return [*row.request.ids, *(empty if token is None else token for token in slots)]
 
-    def _packets(
-        self, state: State, running: Iterable[int], layouts: Sequence[Layout], hidden_BLD: Tensor
-    ) -> list[Packet | None]:
+    def _local_results(
+        self, state: State, running: Iterable[int], inputs: Sequence[RowInputs], hidden_BLD: Tensor
+    ) -> list[BranchResult | None]:
         """The best branch computed here of each running row."""
-        flights: PerRow[Flight] = state.parts[FLIGHTS]
-        asked = [(b, j, slot) for b in running for j in layouts[b].branches for slot in flights[b].asked(j)]
-        uniforms = {b: self._uniforms(state.rows[b], flights[b]) for b in running}
+        row_states: PerRow[RowState] = state.parts[ROW_STATES]
+        wanted = [(b, j, slot) for b in running for j in inputs[b].branches for slot in row_states[b].slots_to_guess(j)]
+        uniforms = {b: self._uniforms(state.rows[b], row_states[b]) for b in running}
         made = iter(
             guess(
                 self.target,
-                [self._read(flights[b], layouts[b], hidden_BLD[b], j, slot) for b, j, slot in asked],
+                [self._read(row_states[b], inputs[b], hidden_BLD[b], j, slot) for b, j, slot in wanted],
                 state.samplings,
-                [b for b, _, _ in asked],
-                [uniforms[b][slot] for b, _, slot in asked],
-                ranking=self.config.ranking,
+                [b for b, _, _ in wanted],
+                [uniforms[b][slot] for b, _, slot in wanted],
+                confidence_measure=self.config.confidence_measure,
             )
         )
-        packets: list[Packet | None] = []
+        results: list[BranchResult | None] = []
         for b in running:
-            of_row = []
-            for branch in layouts[b].branches:
-                guesses = [next(made) for _ in flights[b].asked(branch)]
-                score = self.config.lookahead.score([g.rank for g in guesses], certain=CERTAIN[self.config.ranking])
-                of_row.append(Packet(score, branch, guesses))
-            packets.append(min(of_row, key=lambda packet: packet.key, default=None))
-        return packets
+            candidates = []
+            for branch in inputs[b].branches:
+                guesses = [next(made) for _ in row_states[b].slots_to_guess(branch)]
+                score = self.config.lookahead.score(
+                    [g.confidence for g in guesses], max_confidence=MAX_CONFIDENCE[self.config.confidence_measure]
+                )
+                candidates.append(BranchResult(score, branch, guesses))
+            results.append(min(candidates, key=lambda result: result.key, default=None))
+        return results
 
-    def _read(self, flight: Flight, layout: Layout, hidden_LD: Tensor, branch: int, slot: int) -> Tensor:
+    def _read(self, row_state: RowState, row_inputs: RowInputs, hidden_LD: Tensor, branch: int, slot: int) -> Tensor:
         """The hidden state [D] that guesses a slot."""
-        index = layout.index(flight.anchor.prompt + slot - self.trained.shift, branch)
+        index = row_inputs.index(row_state.anchor.prompt + slot - self.trained.shift, branch)
         if index is not None:
             return hidden_LD[index]
-        if flight.last is None:
+        if row_state.hidden_before_window is None:
             raise ValueError("the place before the window was not computed in an earlier pass")
-        return flight.last
+        return row_state.hidden_before_window
 
-    def _uniforms(self, row: Row, flight: Flight) -> list[float]:
+    def _uniforms(self, row: Row, row_state: RowState) -> list[float]:
         """One for each slot in every pass, the same in all branches, whatever is open."""
         if row.request.sampling.greedy:
-            return [0.0] * flight.anchor.limit
-        return torch.rand(flight.anchor.limit, generator=flight.uniforms, dtype=torch.float64).tolist()
+            return [0.0] * row_state.anchor.limit
+        return torch.rand(row_state.anchor.limit, generator=row_state.generator, dtype=torch.float64).tolist()
 
-    def _commit(self, state: State, best: Mapping[int, Packet], layouts: Sequence[Layout], hidden_BLD: Tensor) -> None:
+    def _commit(
+        self, state: State, best: Mapping[int, BranchResult], inputs: Sequence[RowInputs], hidden_BLD: Tensor
+    ) -> None:
         """Keys and values of the winning branches, and the hidden state behind which the next window begins."""
         if self.config.cache == NONE:
             return
-        flights: PerRow[Flight] = state.parts[FLIGHTS]
+        row_states: PerRow[RowState] = state.parts[ROW_STATES]
         moved: list[tuple[int, int, int]] = []
-        for b, packet in best.items():
-            layout, flight = layouts[b], flights[b]
+        for b, result in best.items():
+            row_inputs, row_state = inputs[b], row_states[b]
             committed = self.config.cache == COMMITTED
             if not committed:
-                flight.frozen_at = _begun(flight.anchor).first
-            before = (flight.anchor.settled if committed else flight.anchor.prompt + _begun(flight.anchor).first) - 1
-            if self.trained.shift and (index := layout.index(before, packet.branch)) is not None:
-                flight.last = hidden_BLD[b, index].clone()
-            if committed and packet.branch in layout.branches:
-                for place in range(layout.window[0], flight.anchor.settled):
-                    source = layout.index(place, packet.branch)
-                    if source is not None and (slot := layout.start + source) != place:
+                row_state.cached_for_block = _begun(row_state.anchor).first
+            before = (
+                row_state.anchor.settled if committed else row_state.anchor.prompt + _begun(row_state.anchor).first
+            ) - 1
+            if self.trained.shift and (index := row_inputs.index(before, result.branch)) is not None:
+                row_state.hidden_before_window = hidden_BLD[b, index].clone()
+            if committed and result.branch in row_inputs.branches:
+                for place in range(row_inputs.window[0], row_state.anchor.settled):
+                    source = row_inputs.index(place, result.branch)
+                    if source is not None and (slot := row_inputs.start + source) != place:
                         moved.append((b, slot, place))
         if moved:
             state.cache.move(*zip(*moved, strict=True))
         if self.config.cache == COMMITTED and self.config.attention == FULL:
-            winners = {b: p.branch for b, p in best.items() if flights[b].anchor.settled > flights[b].anchor.cached}
-            self.placement.commit(winners, flights, state.cache)
+            winners = {
+                b: won.branch for b, won in best.items() if row_states[b].anchor.settled > row_states[b].anchor.cached
+            }
+            self.executor.sync_winners(winners, row_states, state.cache)
 
-    def _fill(self, row: Row, flight: Flight, packet: Packet, layout: Layout, *, width: int) -> None:
+    def _fill(self, row: Row, row_state: RowState, result: BranchResult, row_inputs: RowInputs, *, width: int) -> None:
         """Fills a row's slots with its best branch's guesses, and commits what its answer now begins with."""
-        anchor, ahead = flight.anchor, flight.fills(packet.branch)
-        guesses = dict(zip(flight.asked(packet.branch), packet.guesses, strict=True))
+        anchor, ahead = row_state.anchor, row_state.fills(result.branch)
+        guesses = dict(zip(row_state.slots_to_guess(result.branch), result.guesses, strict=True))
         winner = anchor.filled(ahead)
         chosen = winner.choose(guesses)
-        flight.filled_in |= dict.fromkeys(ahead | chosen, len(row.generation.passes))
-        branches = flight.branches
-        flight.anchor = after = winner.advance(chosen, cached=anchor.settled)
-        flight.tried = self.config.lookahead.candidates(after, guesses)
+        row_state.pass_of_slot |= dict.fromkeys(ahead | chosen, len(row.generation.passes))
+        branches = row_state.branches
+        row_state.anchor = after = winner.advance(chosen, cached=anchor.settled)
+        row_state.lookahead_tokens = self.config.lookahead.candidates(after, guesses)
         fresh = after.answer[len(row.generation.tokens) :]
         committed = row.commit(fresh) if fresh else 0
         row.generation.passes.append(
             Pass("decode", committed, positions=width, branches=branches, filled=len(ahead | chosen))
         )
         if row.done:
-            row.generation.passes = _useful(row.generation, flight.filled_in)
+            row.generation.passes = _useful(row.generation, row_state.pass_of_slot)
 
 
 def _begun(state: BlockState) -> Block:
@@ -281,10 +298,10 @@ def _begun(state: BlockState) -> Block:
     return next(block for block in state.blocks if state.phase(block) is Phase.ACTIVE)
 
 
-def _useful(generation: Generation, filled_in: Mapping[int, int]) -> list[Pass]:
+def _useful(generation: Generation, pass_of_slot: Mapping[int, int]) -> list[Pass]:
     """The passes of a complete answer, with the slots that each filled up to its end, and behind it."""
     passes = []
     for number, one in enumerate(generation.passes):
-        useful = sum(filled_in.get(slot) == number for slot in range(len(generation.tokens)))
+        useful = sum(pass_of_slot.get(slot) == number for slot in range(len(generation.tokens)))
         passes.append(replace(one, filled=useful, beyond=one.filled - useful))
     return passes

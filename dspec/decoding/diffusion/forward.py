@@ -29,12 +29,12 @@ BLOCK_CAUSAL: Final = "block_causal"
 ATTENTIONS: Final = (FULL, BLOCK_CAUSAL)
 PROBABILITY: Final = "probability"
 ENTROPY: Final = "entropy"
-CERTAIN: Final = {PROBABILITY: 1.0, ENTROPY: 0.0}  # the highest confidence that there is
+MAX_CONFIDENCE: Final = {PROBABILITY: 1.0, ENTROPY: 0.0}  # the highest confidence that there is
 _RECORDED: Final = {"bidirectional": FULL, "block_causal": BLOCK_CAUSAL}  # as config.json has it
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingRecord:
     """How a model was trained, as its config.json says: its attention and blocks (None: not recorded), and whether the
     token at a place is predicted one place before (`shift`)."""
 
@@ -43,7 +43,7 @@ class Trained:
     shift: bool
 
     @classmethod
-    def of(cls, model: LanguageModel) -> "Trained":
+    def read(cls, model: LanguageModel) -> "TrainingRecord":
         """Raises UserError for an attention that dspec does not know."""
         config: Any = model.model.config
         attention = getattr(config, "dspec_attention", None)
@@ -70,7 +70,7 @@ def mask_token(model: LanguageModel) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RowInputs:
     """What one row computes: the `shared` places of its text, then the places of the `window` once per branch."""
 
     start: int = 0  # the cache slot of the first
@@ -107,7 +107,7 @@ class Layout:
         return len(self.shared) + self.branches.index(branch) * len(self.window) + self.window.index(place)
 
 
-def compute(model: LanguageModel, rows: Sequence[Layout], *, cache: PositionCache | None) -> Tensor:
+def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionCache | None) -> Tensor:
     """The hidden states [B, L, D] of all slots; those behind a row's last are garbage. Without any slot no pass."""
     B, L, device = len(rows), max(row.width for row in rows), model.device
     if not L:
@@ -136,7 +136,7 @@ def guess(
     row_N: Sequence[int],
     uniform_N: Sequence[float],
     *,
-    ranking: str,
+    confidence_measure: str,
 ) -> list[Guess]:
     """The token of each of N hidden states [D]: the most probable, or, with a temperature, one drawn at uniform_N[n]
     from the distribution under the sampling of row_N[n]. The mask token is banned. A guess is ranked by its probability
@@ -155,7 +155,7 @@ def guess(
                 probs[drawn] = samplings.probs(logits[drawn], [rows[n] for n in drawn]).to(probs)
                 tokens[drawn] = draw(probs[drawn], uniform[drawn])
             probability = probs.gather(-1, tokens[:, None])[:, 0]
-            rank = probability if ranking == PROBABILITY else -torch.special.entr(probs).sum(-1)
-            values = (tokens.tolist(), probability.float().tolist(), rank.float().tolist())
+            confidence = probability if confidence_measure == PROBABILITY else -torch.special.entr(probs).sum(-1)
+            values = (tokens.tolist(), probability.float().tolist(), confidence.float().tolist())
         made += [Guess(*one) for one in zip(*values, strict=True)]
     return made

@@ -14,39 +14,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dspec.decoding.diffusion.block_state import BlockState, Guess, by_rank
+from dspec.decoding.diffusion.block_state import BlockState, Guess, by_confidence
 from dspec.errors import UserError
 
-CONFIDENCES = ("mean", "sliding_window", "lowest_segment")
+BRANCH_SCORES = ("mean", "sliding_window", "lowest_segment")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead:
-    """`branches` k next to the anchor (0: none). A branch's confidence: the mean over its open slots; or, of the means
-    over every `segment` successive open slots, their mean (sliding_window) or the lowest (lowest_segment)."""
+    """`branches` k next to the anchor (0: none). `branch_score` of a branch: the mean confidence of its open slots; or,
+    of the means over every `segment` successive open slots, their mean (sliding_window) or the lowest
+    (lowest_segment)."""
 
     branches: int
-    confidence: str
+    branch_score: str
     segment: int
 
     def __post_init__(self) -> None:
         if self.branches < 0:
             raise UserError(f"branches={self.branches} must be at least 0 (0: the anchor alone)")
-        if self.confidence not in CONFIDENCES:
-            raise UserError(f"confidence={self.confidence} is unknown; use one of {', '.join(CONFIDENCES)}")
+        if self.branch_score not in BRANCH_SCORES:
+            raise UserError(f"branch_score={self.branch_score} is unknown; use one of {', '.join(BRANCH_SCORES)}")
         if self.segment < 1:
             raise UserError(f"segment={self.segment} must be at least 1 slot")
 
     def candidates(self, anchor: BlockState, guesses: Mapping[int, Guess]) -> list[tuple[int, int]]:
         """(slot, token) of each branch, the most confident first; `guesses` are those of the round that led here."""
         slots = [slot for slot in anchor.open if slot in guesses]
-        return [(slot, guesses[slot].token) for slot in by_rank(slots, guesses)[: self.branches]]
+        return [(slot, guesses[slot].token) for slot in by_confidence(slots, guesses)[: self.branches]]
 
-    def score(self, ranks: Sequence[float], *, certain: float) -> float:
-        """The confidence of a branch with these `ranks` in its open slots; `certain` if it has none."""
-        if not ranks:
-            return certain
-        size = len(ranks) if self.confidence == "mean" else min(self.segment, len(ranks))
-        sums = list(accumulate(ranks, initial=0.0))
-        means = [(sums[at + size] - sums[at]) / size for at in range(len(ranks) - size + 1)]
-        return min(means) if self.confidence == "lowest_segment" else sum(means) / len(means)
+    def score(self, confidences: Sequence[float], *, max_confidence: float) -> float:
+        """The score of a branch with these `confidences` in its open slots; `max_confidence` if it has none."""
+        if not confidences:
+            return max_confidence
+        size = len(confidences) if self.branch_score == "mean" else min(self.segment, len(confidences))
+        sums = list(accumulate(confidences, initial=0.0))
+        means = [(sums[at + size] - sums[at]) / size for at in range(len(confidences) - size + 1)]
+        return min(means) if self.branch_score == "lowest_segment" else sum(means) / len(means)

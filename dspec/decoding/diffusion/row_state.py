@@ -12,33 +12,34 @@ from dspec.models.cache import PositionCache
 
 
 @dataclass
-class Flight:
+class RowState:
     """What is held of one row: the answer so far, and the tokens tried ahead of it, one (slot, token) per branch."""
 
     anchor: BlockState
-    uniforms: torch.Generator
-    tried: list[tuple[int, int]] = field(default_factory=list)
-    last: Tensor | None = None  # of a model with shifted logits: hidden state [D] at the place before the next window
-    frozen_at: int | None = None  # the block whose surroundings are in the cache (prefix and dual)
-    filled_in: dict[int, int] = field(default_factory=dict)  # the pass that filled each slot
+    generator: torch.Generator
+    lookahead_tokens: list[tuple[int, int]] = field(default_factory=list)
+    # of a model with shifted logits: hidden state [D] at the place before the next window
+    hidden_before_window: Tensor | None = None
+    cached_for_block: int | None = None  # the block whose surroundings are in the cache (prefix and dual)
+    pass_of_slot: dict[int, int] = field(default_factory=dict)  # the pass that filled each slot
 
     @property
     def branches(self) -> int:
         """The anchor's and those of the tokens tried ahead; branch 0 is the anchor."""
-        return 1 + len(self.tried)
+        return 1 + len(self.lookahead_tokens)
 
     def fills(self, branch: int) -> dict[int, int]:
         """What a branch has beyond the anchor."""
-        return dict(self.tried[branch - 1 : branch]) if branch else {}
+        return dict(self.lookahead_tokens[branch - 1 : branch]) if branch else {}
 
-    def asked(self, branch: int) -> list[int]:
+    def slots_to_guess(self, branch: int) -> list[int]:
         """The slots that a branch guesses, and is scored over."""
         return [slot for slot in self.anchor.open if slot not in self.fills(branch)]
 
 
 @dataclass(frozen=True)
-class Packet:
-    """A row's most confident branch, and its guesses for its `asked` slots, in order."""
+class BranchResult:
+    """A row's most confident branch, and its guesses for its `slots_to_guess`, in order."""
 
     score: float
     branch: int
@@ -46,36 +47,36 @@ class Packet:
 
     @property
     def key(self) -> tuple[float, int]:
-        """Orders packets, the best first; of equals, the one nearest to the anchor."""
+        """Orders results, the best first; of equals, the one nearest to the anchor."""
         return -self.score, self.branch
 
 
-class Placement(Protocol):
+class BranchExecutor(Protocol):
     """Which branches are computed in this process, and what is exchanged with others."""
 
-    def mine(self, branches: int) -> Sequence[int]:
+    def local_branches(self, branches: int) -> Sequence[int]:
         """The branches of a row that are computed here."""
         ...
 
-    def best(self, packets: Sequence[Packet | None], slots: int) -> list[Packet]:
-        """The best packet of each row over all processes; None: no branch of it was computed here. At most `slots`
-        guesses are in a packet."""
+    def select_best(self, results: Sequence[BranchResult | None], slots: int) -> list[BranchResult]:
+        """The best result of each row over all processes; None: no branch of it was computed here. At most `slots`
+        guesses are in a result."""
         ...
 
-    def commit(self, winners: Mapping[int, int], flights: Sequence[Flight], cache: PositionCache) -> None:
+    def sync_winners(self, winners: Mapping[int, int], row_states: Sequence[RowState], cache: PositionCache) -> None:
         """Spreads what rows cache in this pass: `winners` has the winning branch of each row that caches anything. It
         is in the final slots where that branch was computed."""
         ...
 
 
-class Alone:
+class SingleProcess:
     """All branches in one process."""
 
-    def mine(self, branches: int) -> Sequence[int]:
+    def local_branches(self, branches: int) -> Sequence[int]:
         return range(branches)
 
-    def best(self, packets: Sequence[Packet | None], slots: int) -> list[Packet]:
-        return [packet for packet in packets if packet is not None]
+    def select_best(self, results: Sequence[BranchResult | None], slots: int) -> list[BranchResult]:
+        return [result for result in results if result is not None]
 
-    def commit(self, winners: Mapping[int, int], flights: Sequence[Flight], cache: PositionCache) -> None:
+    def sync_winners(self, winners: Mapping[int, int], row_states: Sequence[RowState], cache: PositionCache) -> None:
         pass

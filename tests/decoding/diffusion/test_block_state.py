@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspec.decoding.diffusion.block_state import BlockRules, BlockState, Guess, Phase, by_rank
+from dspec.decoding.diffusion.block_state import BlockRules, BlockState, Guess, Phase, by_confidence
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.errors import UserError
 
-PLAIN: dict[str, Any] = {"block_size": 4, "append": 0.5, "activate": 1.0, "threshold": 0.9, "at_least": 1}
+PLAIN: dict[str, Any] = {"block_size": 4, "append_ratio": 0.5, "activate_ratio": 1.0, "threshold": 0.9, "min_fills": 1}
 STOP = 7
 
 
@@ -30,8 +30,8 @@ def filled(state: BlockState, *slots: int, token: int = 1) -> BlockState:
 
 shares = st.floats(0, 1)
 rules = st.builds(
-    dict, block_size=st.none() | st.integers(1, 5), append=shares, activate=shares, threshold=shares,
-    at_least=st.integers(1, 3),
+    dict, block_size=st.none() | st.integers(1, 5), append_ratio=shares, activate_ratio=shares, threshold=shares,
+    min_fills=st.integers(1, 3),
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_whatever_is_guessed(rule: dict[str, Any], limit: int, k: int, draws: An
     slot is filled once, blocks are appended one at a time, and the answer ends within as many rounds as it has slots.
     """
     state, rounds = begin(limit, **rule), 0
-    ahead, tried = Lookahead(branches=k, confidence="mean", segment=1), list[tuple[int, int]]()
+    ahead, tried = Lookahead(branches=k, branch_score="mean", segment=1), list[tuple[int, int]]()
     while not state.done:
         rounds += 1
         branch = draws.randrange(len(tried) + 1)
@@ -85,7 +85,7 @@ def test_a_block_is_appended_at_the_share_and_not_below() -> None:
     assert [b.end for b in filled(state, 0).advance({}).blocks] == [4]
     assert [b.end for b in state.advance({0: 1, 2: 1}).blocks] == [4, 8]
     assert [b.end for b in state.advance(dict.fromkeys(range(4), 1)).blocks] == [4, 8]  # one a round
-    assert [b.end for b in begin(12, append=0.0).advance({}).advance({}).blocks] == [4, 8, 12]
+    assert [b.end for b in begin(12, append_ratio=0.0).advance({}).advance({}).blocks] == [4, 8, 12]
 
 
 def test_no_block_behind_a_stop() -> None:
@@ -95,13 +95,13 @@ def test_no_block_behind_a_stop() -> None:
 
 
 def test_the_last_block_is_shorter() -> None:
-    state = begin(10, append=0.0).advance({}).advance({})
+    state = begin(10, append_ratio=0.0).advance({}).advance({})
     assert [(b.first, b.end) for b in state.blocks] == [(0, 4), (4, 8), (8, 10)]
     assert [(b.first, b.end) for b in begin(10, block_size=None).blocks] == [(0, 10)]
 
 
 def test_activation_is_at_the_share_and_stays() -> None:
-    state = begin(12, activate=0.75, append=0.0).advance({})
+    state = begin(12, activate_ratio=0.75, append_ratio=0.0).advance({})
     assert [b.activated for b in state.blocks] == [True, False]
     assert [b.activated for b in state.advance({0: 1, 1: 1}).blocks] == [True, False, False]
     now = state.advance({0: 1, 1: 1, 2: 1})
@@ -111,33 +111,33 @@ def test_activation_is_at_the_share_and_stays() -> None:
 
 
 def test_a_block_that_is_appended_behind_a_full_one_is_activated_at_once() -> None:
-    state = begin(12, append=1.0).advance(dict.fromkeys(range(4), 1))
+    state = begin(12, append_ratio=1.0).advance(dict.fromkeys(range(4), 1))
     assert [b.activated for b in state.blocks] == [True, True]
 
 
 def test_a_lookahead_token_activates_the_next_block() -> None:
-    state = begin(12, append=0.0).advance({}).advance({0: 1, 1: 1, 2: 1})
+    state = begin(12, append_ratio=0.0).advance({}).advance({0: 1, 1: 1, 2: 1})
     assert [b.activated for b in filled(state, 3).blocks] == [True, True, False]
 
 
 def test_what_is_filled() -> None:
     """Above the threshold, not at it; an activated block at least one, a semi-activated one nothing below."""
-    state = begin(12, append=0.0).advance({})
+    state = begin(12, append_ratio=0.0).advance({})
     assert state.choose(guess(state, {1: 0.91, 3: 0.9})) == {1: 1}
     assert state.choose(guess(state, {2: 0.5})) == {2: 1}
     assert state.choose(guess(state, {2: 0.5, 6: 0.9})) == {2: 1}
     assert state.choose(guess(state, {2: 0.5, 6: 0.95})) == {2: 1, 6: 1}
     assert state.choose(guess(state)) == {0: 1}  # of equals the first
-    several = begin(12, at_least=3, threshold=1.0)
+    several = begin(12, min_fills=3, threshold=1.0)
     assert set(several.choose(guess(several, {1: 1.0, 3: 0.4}))) == {0, 1, 3}
-    mixed = begin(12, at_least=2)
+    mixed = begin(12, min_fills=2)
     ranked = {s: Guess(1, 0.95 if s == 3 else 0.1, -s) for s in mixed.open}  # the sure one is ranked last
     assert set(mixed.choose(ranked)) == {0, 3}
-    assert by_rank([0, 1, 2], ranked) == [0, 1, 2]
+    assert by_confidence([0, 1, 2], ranked) == [0, 1, 2]
 
 
 def test_what_stands_behind_a_stop_is_not_waited_for() -> None:
-    state = begin(12, append=0.0).advance({}).advance({2: STOP, 5: 1})
+    state = begin(12, append_ratio=0.0).advance({}).advance({2: STOP, 5: 1})
     assert (state.end, state.open, state.done) == (3, (0, 1), False)
     assert filled(state, 0).answer == [1]
     done = filled(state, 0, 1)
@@ -149,7 +149,7 @@ def test_what_stands_behind_a_stop_is_not_waited_for() -> None:
 
 
 def test_phases_and_what_is_settled() -> None:
-    state = begin(12, append=0.0)
+    state = begin(12, append_ratio=0.0)
     assert (state.cached, state.settled) == (0, 3)
     state = state.advance({}).advance(dict.fromkeys(range(4, 8), 1))
     assert (state.cached, state.settled) == (3, 3)
@@ -166,8 +166,8 @@ def test_phases_and_what_is_settled() -> None:
     ("wrong", "words"),
     [
         ({"threshold": 1.1}, "threshold=1.1"), ({"threshold": float("nan")}, "threshold=nan"),
-        ({"append": -0.1}, "append=-0.1"), ({"activate": 2}, "activate=2"),
-        ({"block_size": 0}, "block_size=0"), ({"at_least": 0}, "at least one slot"),
+        ({"append_ratio": -0.1}, "append_ratio=-0.1"), ({"activate_ratio": 2}, "activate_ratio=2"),
+        ({"block_size": 0}, "block_size=0"), ({"min_fills": 0}, "at least one slot"),
         ({"block_size": 13}, "block_size=13 is larger than max_new_tokens=12"),
     ],
 )  # fmt: skip
@@ -183,31 +183,31 @@ def test_candidates_are_the_surest_guesses_left() -> None:
     state = begin(12)
     guesses = guess(state, {0: 0.95, 1: 0.2, 2: 0.6, 3: 0.6}, token=5)
     after = state.advance(state.choose(guesses))
-    tried = [Lookahead(branches=k, confidence="mean", segment=1).candidates(after, guesses) for k in (0, 2, 9)]
+    tried = [Lookahead(branches=k, branch_score="mean", segment=1).candidates(after, guesses) for k in (0, 2, 9)]
     assert tried == [[], [(2, 5), (3, 5)], [(2, 5), (3, 5), (1, 5)]]
 
 
 def test_branch_confidence() -> None:
-    ranks = [0.5, 1.0, 0.0, 0.25]
+    confidences = [0.5, 1.0, 0.0, 0.25]
 
     def score(how: str, segment: int = 2) -> float:
-        return Lookahead(branches=1, confidence=how, segment=segment).score(ranks, certain=1.0)
+        return Lookahead(branches=1, branch_score=how, segment=segment).score(confidences, max_confidence=1.0)
 
     assert score("mean") == 0.4375
     assert score("lowest_segment") == 0.125
     assert score("sliding_window") == pytest.approx((0.75 + 0.5 + 0.125) / 3)
     assert score("lowest_segment", 9) == 0.4375  # fewer slots than a segment
-    assert Lookahead(branches=1, confidence="mean", segment=1).score([], certain=1.0) == 1.0
+    assert Lookahead(branches=1, branch_score="mean", segment=1).score([], max_confidence=1.0) == 1.0
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         ({"branches": -1}, "branches=-1"),
-        ({"confidence": "best"}, "mean, sliding_window"),
+        ({"branch_score": "best"}, "mean, sliding_window"),
         ({"segment": 0}, "segment=0"),
     ],
 )
 def test_bad_lookahead(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        Lookahead(**{"branches": 1, "confidence": "mean", "segment": 2} | wrong)
+        Lookahead(**{"branches": 1, "branch_score": "mean", "segment": 2} | wrong)

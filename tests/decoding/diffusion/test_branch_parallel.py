@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 from dspec.decoding import factory
 from dspec.decoding.diffusion import branch_parallel
 from dspec.decoding.diffusion.block_state import Guess
-from dspec.decoding.diffusion.branch_parallel import Ranks, join_ranks
-from dspec.decoding.diffusion.row_state import Alone, Packet
+from dspec.decoding.diffusion.branch_parallel import DistributedBranches, join_processes
+from dspec.decoding.diffusion.row_state import BranchResult, SingleProcess
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling
@@ -33,20 +33,20 @@ EXACT: dict[str, Any] = {"window_attention": "block_causal", "cache": "committed
 PLAIN: dict[str, Any] = {"window_attention": "full", "cache": "none"}
 
 
-def lopa(of: Any, placement: Any, **change: Any) -> Any:
+def lopa(target: Any, executor: Any, **change: Any) -> Any:
     common: dict[str, Any] = {
-        "block_size": 4, "append": 0.5, "activate": 0.7, "threshold": 0.6, "branches": 3, "confidence": "mean",
-        "segment": 1, "ranking": "probability",
+        "block_size": 4, "append_ratio": 0.5, "activate_ratio": 0.7, "threshold": 0.6, "branches": 3,
+        "branch_score": "mean", "segment": 1, "confidence_measure": "probability",
     }  # fmt: skip
-    made = factory.lopa(target=of, draft=None, rank_timeout=None, **common | change)
-    made.placement = placement or Alone()
+    made = factory.lopa(target=target, draft=None, process_timeout_s=None, **common | change)
+    made.executor = executor or SingleProcess()
     return made
 
 
 def model(toys: SimpleNamespace, *, shift: bool = True, dtype: torch.dtype = torch.float32) -> Any:
-    of = toys.target(seed=5, vocab=VOCAB, scale=0.4, dtype=dtype)
-    of.model.config.dspec_logit_shift = shift
-    return of
+    target = toys.target(seed=5, vocab=VOCAB, scale=0.4, dtype=dtype)
+    target.model.config.dspec_logit_shift = shift
+    return target
 
 
 def some(count: int, limit: int = 17) -> list[Request]:
@@ -68,7 +68,12 @@ def trace(made: Any) -> list[Any]:
 
 
 def processes(
-    size: int, folder: Path, work: Callable[[Ranks], Any], *, timeout: float = 30, until: int | None = None
+    size: int,
+    folder: Path,
+    work: Callable[[DistributedBranches], Any],
+    *,
+    timeout: float = 30,
+    until: int | None = None,
 ) -> tuple[list[Any], list[int | None]]:
     """What `work` returned in each of `size` forked processes, or its UserError; and their exit codes."""
 
@@ -78,7 +83,7 @@ def processes(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
         try:
-            result = work(Ranks(CPU))
+            result = work(DistributedBranches(CPU))
         except UserError as error:
             result = {"error": str(error)}
         (folder / f"{rank}.json").write_text(json.dumps(result))
@@ -103,11 +108,11 @@ def test_ranks_give_what_one_process_gives(
     toys: SimpleNamespace, tmp_path: Path, size: int, dtype: torch.dtype
 ) -> None:
     """More branches than ranks and fewer, both attentions, with and without a cache, rows that join and leave."""
-    of, asked = model(toys, dtype=dtype), some(4)
+    target, asked = model(toys, dtype=dtype), some(4)
     ways = [{**kind, "branches": k} for kind in (FULL, EXACT, PLAIN) for k in (0, 1, 2, 5)]
 
     def work(ranks: Any) -> list[Any]:
-        return [trace(decode(lopa(of, ranks, **way), asked, in_flight=2)) for way in ways]
+        return [trace(decode(lopa(target, ranks, **way), asked, in_flight=2)) for way in ways]
 
     results, codes = processes(size, tmp_path, work)
     assert codes == [0] * size
@@ -118,21 +123,21 @@ def test_ranks_give_what_one_process_gives(
 
 
 def test_branches_are_divided_and_idle_ranks_compute_what_is_shared(toys: SimpleNamespace, tmp_path: Path) -> None:
-    of, asked = model(toys), some(1)
+    target, asked = model(toys), some(1)
 
     def work(ranks: Any) -> list[Any]:
         computed: list[tuple[int, list[int]]] = []
-        mine = ranks.mine
-        ranks.mine = lambda branches: computed.append((branches, list(mine(branches)))) or mine(branches)
-        made = decode(lopa(of, ranks, **EXACT, branches=2), asked)
+        divide = ranks.local_branches
+        ranks.local_branches = lambda branches: computed.append((branches, list(divide(branches)))) or divide(branches)
+        made = decode(lopa(target, ranks, **EXACT, branches=2), asked)
         return [computed, sum(p.positions for p in made[0].passes)]
 
     results, _ = processes(4, tmp_path, work)
     for rank, (computed, positions) in enumerate(results):
-        for branches, mine in computed:
-            assert mine == ([0] if branches == 1 else [rank] if rank < branches else [])
+        for branches, local in computed:
+            assert local == ([0] if branches == 1 else [rank] if rank < branches else [])
         assert positions <= results[0][1]
-    assert any(not mine for _, mine in results[3][0])
+    assert any(not local for _, local in results[3][0])
     assert results[3][1] < results[0][1]
 
 
@@ -140,17 +145,17 @@ def test_branches_are_divided_and_idle_ranks_compute_what_is_shared(toys: Simple
 def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> None:
     """Counted where they are sent: one all-gather of packets a round, and, only where branches cache what differs, one
     broadcast of the keys and values of what was settled."""
-    of, asked = model(toys, shift=kind == "full"), some(1, 33)
-    config = of.model.config
-    a_slot = of.num_layers * 2 * config.num_key_value_heads * (of.hidden_size // config.num_attention_heads) * 4
+    target, asked = model(toys, shift=kind == "full"), some(1, 33)
+    config = target.model.config
+    a_slot = target.num_layers * 2 * config.num_key_value_heads * (target.hidden_size // config.num_attention_heads) * 4
 
     def work(ranks: Any) -> list[Any]:
         sent: list[list[Any]] = []
         gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
 
-        def gathered(out: Any, own: Any, **more: Any) -> Any:
-            sent.append(["gather", own.numel() * own.element_size()])
-            return gather(out, own, **more)
+        def gathered(out: Any, packed: Any, **more: Any) -> Any:
+            sent.append(["gather", packed.numel() * packed.element_size()])
+            return gather(out, packed, **more)
 
         def spread(tensor: Any, **more: Any) -> Any:
             sent.append(["broadcast", tensor.numel() * tensor.element_size()])
@@ -159,9 +164,9 @@ def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> N
         branch_parallel.dist.all_gather_into_tensor = gathered
         branch_parallel.dist.broadcast = spread
         slots: list[int] = []
-        best = ranks.best
-        ranks.best = lambda packets, most: slots.append(most) or best(packets, most)
-        made = decode(lopa(of, ranks, **{"exact": EXACT, "full": FULL, "plain": PLAIN}[kind]), asked)
+        best = ranks.select_best
+        ranks.select_best = lambda packets, most: slots.append(most) or best(packets, most)
+        made = decode(lopa(target, ranks, **{"exact": EXACT, "full": FULL, "plain": PLAIN}[kind]), asked)
         return [sent, slots, made[0].nfe, len(asked[0].ids)]
 
     results, _ = processes(2, tmp_path, work)
@@ -174,14 +179,14 @@ def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> N
     if kind != "full":
         assert spread[0] == []
         return
-    last = of.hidden_size * 4
+    last = target.hidden_size * 4
     assert {size - last for size in spread[0]} <= {a_slot * 4 * n for n in (1, 2, 3)}  # whole blocks, never the prompt
     assert sum(size - last for size in spread[0]) <= a_slot * 33
 
 
-def _slow(ranks: Any, of: Any, what: Callable[[], None]) -> Any:
+def _slow(ranks: Any, target: Any, what: Callable[[], None]) -> Any:
     """Decodes; the last rank does `what` in its third round."""
-    rounds, best = [], ranks.best
+    rounds, best = [], ranks.select_best
 
     def counted(packets: Any, most: int) -> Any:
         rounds.append(most)
@@ -189,13 +194,13 @@ def _slow(ranks: Any, of: Any, what: Callable[[], None]) -> Any:
             what()
         return best(packets, most)
 
-    ranks.best = counted
-    return trace(decode(lopa(of, ranks, **FULL), some(1, 33)))
+    ranks.select_best = counted
+    return trace(decode(lopa(target, ranks, **FULL), some(1, 33)))
 
 
 def test_a_dead_rank_ends_all(toys: SimpleNamespace, tmp_path: Path) -> None:
-    of = model(toys)
-    results, codes = processes(3, tmp_path, lambda ranks: _slow(ranks, of, lambda: os._exit(9)), timeout=5)
+    target = model(toys)
+    results, codes = processes(3, tmp_path, lambda ranks: _slow(ranks, target, lambda: os._exit(9)), timeout=5)
     assert codes == [0, 0, 9]
     assert [r["error"].split(":")[0] for r in results[:2]] == [
         f"rank {rank} of 3 cannot reach the others" for rank in (0, 1)
@@ -203,8 +208,10 @@ def test_a_dead_rank_ends_all(toys: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stalls_ends_all(toys: SimpleNamespace, tmp_path: Path) -> None:
-    of = model(toys)
-    results, codes = processes(2, tmp_path, lambda ranks: _slow(ranks, of, lambda: time.sleep(60)), timeout=1, until=1)
+    target = model(toys)
+    results, codes = processes(
+        2, tmp_path, lambda ranks: _slow(ranks, target, lambda: time.sleep(60)), timeout=1, until=1
+    )
     assert codes[0] == 0
     assert "cannot reach the others" in results[0]["error"]
 
@@ -212,7 +219,7 @@ def test_a_rank_that_stalls_ends_all(toys: SimpleNamespace, tmp_path: Path) -> N
 def test_packets(toys: SimpleNamespace) -> None:
     """What is sent is what was guessed: probabilities are float32 before."""
     third = torch.tensor(1 / 3).item()
-    packet = Packet(1 / 3, 4, [Guess(7, third, -third), Guess(2**30, 1.0, 0.0)])
+    packet = BranchResult(1 / 3, 4, [Guess(7, third, -third), Guess(2**30, 1.0, 0.0)])
     data = branch_parallel._packed(packet, 5) + branch_parallel._packed(None, 5)
     assert len(data) == 2 * (16 + 5 * 12)
     assert branch_parallel._unpacked(data, 0) == packet
@@ -220,22 +227,22 @@ def test_packets(toys: SimpleNamespace) -> None:
 
 
 def test_of_equal_branches_the_one_nearest_to_the_anchor_wins() -> None:
-    packets = [Packet(0.5, 2, []), Packet(0.7, 3, []), Packet(0.7, 1, [])]
+    packets = [BranchResult(0.5, 2, []), BranchResult(0.7, 3, []), BranchResult(0.7, 1, [])]
     assert min(packets, key=lambda packet: packet.key).branch == 1
-    assert Alone().best([None, packets[0]], 1) == [packets[0]]
+    assert SingleProcess().select_best([None, packets[0]], 1) == [packets[0]]
 
 
 def test_joining_ranks(tmp_path: Path) -> None:
     """Those of an existing process group get a group of their own, with the timeout that was asked for."""
     with pytest.raises(UserError, match="torchrun"):
-        join_ranks(timeout_seconds=1, device=CPU)
+        join_processes(timeout_seconds=1, device=CPU)
     for wrong in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(UserError, match="rank_timeout"):
-            join_ranks(timeout_seconds=wrong, device=CPU)
+        with pytest.raises(UserError, match="process_timeout_s"):
+            join_processes(timeout_seconds=wrong, device=CPU)
 
-    def work(_: Ranks) -> list[Any]:
-        made = join_ranks(timeout_seconds=7, device=CPU)
-        packets = made.best([Packet(float(made.rank), made.rank, [])], 1)
+    def work(_: DistributedBranches) -> list[Any]:
+        made = join_processes(timeout_seconds=7, device=CPU)
+        packets = made.select_best([BranchResult(float(made.rank), made.rank, [])], 1)
         return [made.group is not None, made.rank, made.size, packets[0].branch]
 
     results, _ = processes(2, tmp_path, work)

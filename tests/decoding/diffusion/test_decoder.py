@@ -16,7 +16,7 @@ from dspec.decoding.diffusion import decoder as diffusion
 from dspec.decoding.diffusion.block_state import BlockRules
 from dspec.decoding.diffusion.decoder import BlockDiffusion, DiffusionConfig
 from dspec.decoding.diffusion.lookahead import Lookahead
-from dspec.decoding.diffusion.row_state import Alone
+from dspec.decoding.diffusion.row_state import SingleProcess
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling
@@ -25,28 +25,33 @@ from dspec.errors import UserError
 VOCAB = 11
 STOPS = (3, 6)
 WARM = Sampling(temperature=0.7, top_p=0.9)
-ALONE: dict[str, Any] = {"branches": 0, "confidence": "mean", "segment": 2}
+ALONE: dict[str, Any] = {"branches": 0, "branch_score": "mean", "segment": 2}
 
 
 def model(toys: SimpleNamespace, seed: int = 0, *, shift: bool = False, **shape: Any) -> Any:
-    of = toys.target(toys.FAMILIES[seed % 3], seed=seed, vocab=VOCAB, **{"scale": 0.4} | shape)
-    of.model.config.dspec_logit_shift = shift
-    return of
+    target = toys.target(toys.FAMILIES[seed % 3], seed=seed, vocab=VOCAB, **{"scale": 0.4} | shape)
+    target.model.config.dspec_logit_shift = shift
+    return target
 
 
 def decoder(
-    of: Any, *, attention: str = "block_causal", cache: str = "committed", ranking: str = "probability", **change: Any
+    target: Any,
+    *,
+    attention: str = "block_causal",
+    cache: str = "committed",
+    confidence_measure: str = "probability",
+    **change: Any,
 ) -> BlockDiffusion:
-    rules = {"block_size": 4, "append": 0.4, "activate": 0.7, "threshold": 0.5, "at_least": 1}
+    rules = {"block_size": 4, "append_ratio": 0.4, "activate_ratio": 0.7, "threshold": 0.5, "min_fills": 1}
     ahead = {key: change.pop(key, value) for key, value in ALONE.items()}
     config = DiffusionConfig(
         rules=BlockRules(**rules | change),
         attention=attention,
         cache=cache,
         lookahead=Lookahead(**ahead),
-        ranking=ranking,
+        confidence_measure=confidence_measure,
     )
-    return BlockDiffusion(target=of, config=config, placement=Alone())
+    return BlockDiffusion(target=target, config=config, executor=SingleProcess())
 
 
 def some(
@@ -75,7 +80,9 @@ def trace(generation: Generation) -> tuple:
 
 
 @torch.no_grad()
-def guesses(of: Any, text: Sequence[int], places: Sequence[int], prompt: int, block: int | None) -> dict[int, tuple]:
+def guesses(
+    target: Any, text: Sequence[int], places: Sequence[int], prompt: int, block: int | None
+) -> dict[int, tuple]:
     """(token, probability) at these places, from the whole text in one pass; `block` None is full attention."""
     n = len(text)
 
@@ -83,53 +90,58 @@ def guesses(of: Any, text: Sequence[int], places: Sequence[int], prompt: int, bl
         return 0 if block is None or place < prompt else 1 + (place - prompt) // block
 
     sees = torch.tensor([[at(k) <= at(q) for k in range(n)] for q in range(n)])
-    hidden = of(torch.tensor([list(text)]), mask=lambda b, h, q, kv: sees[q, kv]).hidden_BLD[0]
-    return {place: _best(of, hidden[place - of.model.config.dspec_logit_shift]) for place in places}
+    hidden = target(torch.tensor([list(text)]), mask=lambda b, h, q, kv: sees[q, kv]).hidden_BLD[0]
+    return {place: _best(target, hidden[place - target.model.config.dspec_logit_shift]) for place in places}
 
 
-def _best(of: Any, hidden: Tensor) -> tuple[int, float]:
-    logits = of.logits(hidden)
-    logits[of.mask_token_id] = -torch.inf
+def _best(target: Any, hidden: Tensor) -> tuple[int, float]:
+    logits = target.logits(hidden)
+    logits[target.mask_token_id] = -torch.inf
     probability, token = logits.softmax(-1).max(-1)
     return int(token), float(probability)
 
 
 def reference(
-    of: Any,
+    target: Any,
     request: Request,
     *,
     block_size: int | None = 4,
-    append: float = 0.4,
-    activate: float = 0.7,
+    append_ratio: float = 0.4,
+    activate_ratio: float = 0.7,
     threshold: float = 0.5,
-    at_least: int = 1,
+    min_fills: int = 1,
     full: bool = False,
     branches: int = 0,
 ) -> tuple[list[int], list[list[int]]]:
     """D2F and LoPA as the papers write them, greedy: nothing is cached and branches are computed one after another.
     Returns the answer, and the slots that each pass filled."""
-    prompt, limit, mask = len(request.ids), request.max_new_tokens, of.mask_token_id
+    prompt, limit, mask = len(request.ids), request.max_new_tokens, target.mask_token_id
     size = block_size or limit
     slots: list[int | None] = [None] * limit
     ends, active, rounds, tried = [0], [], [], []
 
-    def empty(of_slots: Sequence[int | None], first: int, last: int) -> int:
-        return sum(token is None for token in of_slots[first:last])
+    def empty(values: Sequence[int | None], first: int, last: int) -> int:
+        return sum(token is None for token in values[first:last])
 
     def end() -> int:
         return next((i + 1 for i, token in enumerate(slots) if token in request.stop_ids), limit)
 
-    def activated(of_slots: Sequence[int | None]) -> list[bool]:
+    def activated(values: Sequence[int | None]) -> list[bool]:
         now = [True]
         for b in range(1, len(ends) - 1):
             width = ends[b] - ends[b - 1]
-            now.append(active[b] or (width - empty(of_slots, ends[b - 1], ends[b])) / width >= activate)
+            now.append(active[b] or (width - empty(values, ends[b - 1], ends[b])) / width >= activate_ratio)
         return now
 
     while None in slots[: end()]:
         width = ends[-1] - ends[-2] if len(ends) > 1 else 1
         share = 1.0 if len(ends) == 1 else (width - empty(slots, ends[-2], ends[-1])) / width
-        if ends[-1] < limit and end() == limit and not any(t in request.stop_ids for t in slots) and share >= append:
+        if (
+            ends[-1] < limit
+            and end() == limit
+            and not any(t in request.stop_ids for t in slots)
+            and share >= append_ratio
+        ):
             ends.append(min(ends[-1] + size, limit))
             active.append(False)
         active = activated(slots)
@@ -140,7 +152,7 @@ def reference(
             text = [extra.get(i, slots[i]) for i in range(seen)]
             asked = [i for i in open_slots if i not in extra]
             found = guesses(
-                of, [*request.ids, *(mask if t is None else t for t in text)], [prompt + i for i in asked], prompt,
+                target, [*request.ids, *(mask if t is None else t for t in text)], [prompt + i for i in asked], prompt,
                 None if full else size,
             )  # fmt: skip
             found = {i: found[prompt + i] for i in asked}
@@ -152,10 +164,10 @@ def reference(
         slots = [extra.get(i, token) for i, token in enumerate(slots)]
         active = activated(slots)
         for b in range(len(ends) - 1):
-            mine = [i for i in found if ends[b] <= i < ends[b + 1] and i < end_before_fills(slots, request)]
-            sure = [i for i in mine if found[i][1] > threshold]
-            if active[b] and len(sure) < at_least:
-                sure = sorted({*sure, *sorted(mine, key=lambda i: -found[i][1])[: at_least - len(sure)]})
+            of_block = [i for i in found if ends[b] <= i < ends[b + 1] and i < end_before_fills(slots, request)]
+            sure = [i for i in of_block if found[i][1] > threshold]
+            if active[b] and len(sure) < min_fills:
+                sure = sorted({*sure, *sorted(of_block, key=lambda i: -found[i][1])[: min_fills - len(sure)]})
             fills |= {i: found[i][0] for i in sure}
         slots = [fills.get(i, token) for i, token in enumerate(slots)]
         rounds.append(sorted(fills))
@@ -178,12 +190,12 @@ def same(made: Generation, expected: tuple[list[int], list[list[int]]]) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "d2f": {},
-    "eager": {"append": 0.0, "activate": 0.0, "threshold": 0.3},
+    "eager": {"append_ratio": 0.0, "activate_ratio": 0.0, "threshold": 0.3},
     "one block": {"block_size": None},
-    "block after block": {"append": 1.0, "threshold": 0.4},
-    "several a pass": {"append": 1.0, "activate": 1.0, "threshold": 1.0, "at_least": 3},
+    "block after block": {"append_ratio": 1.0, "threshold": 0.4},
+    "several a pass": {"append_ratio": 1.0, "activate_ratio": 1.0, "threshold": 1.0, "min_fills": 3},
     "lopa": {"branches": 3},
-    "eager lopa": {"branches": 5, "append": 0.0, "activate": 0.0, "threshold": 0.6},
+    "eager lopa": {"branches": 5, "append_ratio": 0.0, "activate_ratio": 0.0, "threshold": 0.6},
 }
 
 
@@ -191,15 +203,15 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_cached_equals_the_plain_reference(toys: SimpleNamespace, way: str, shift: bool) -> None:
     """Exact cache under block-causal attention, branches in one pass, rows in any phase: as computed anew, alone."""
-    of, asked = model(toys, len(way), shift=shift), some(len(way), 7)
-    made = decode(decoder(of, **WAYS[way]), asked, in_flight=3)
+    target, asked = model(toys, len(way), shift=shift), some(len(way), 7)
+    made = decode(decoder(target, **WAYS[way]), asked, in_flight=3)
     for request, one in zip(asked, made, strict=True):
-        same(one, reference(of, request, **WAYS[way]))
+        same(one, reference(target, request, **WAYS[way]))
     assert any(p.filled > 1 for one in made for p in one.passes)  # several tokens a pass
     assert any(one.stopped for one in made)
     if "branches" in WAYS[way]:
         assert [trace(one) for one in made] != [
-            trace(one) for one in decode(decoder(of, **WAYS[way] | {"branches": 0}), asked)
+            trace(one) for one in decode(decoder(target, **WAYS[way] | {"branches": 0}), asked)
         ]
 
 
@@ -207,17 +219,17 @@ def test_cached_equals_the_plain_reference(toys: SimpleNamespace, way: str, shif
 @pytest.mark.parametrize("way", ["block after block", "one block", "several a pass", "lopa"])
 def test_full_attention_without_a_cache(toys: SimpleNamespace, way: str, shift: bool) -> None:
     """Sees all of the answer's slots, also those behind the appended blocks."""
-    of, asked = model(toys, 1 + len(way), shift=shift), some(len(way), 6)
-    made = decode(decoder(of, attention="full", cache="none", **WAYS[way]), asked, in_flight=4)
+    target, asked = model(toys, 1 + len(way), shift=shift), some(len(way), 6)
+    made = decode(decoder(target, attention="full", cache="none", **WAYS[way]), asked, in_flight=4)
     for request, one in zip(asked, made, strict=True):
-        same(one, reference(of, request, full=True, **WAYS[way]))
+        same(one, reference(target, request, full=True, **WAYS[way]))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 def test_cached_equals_uncached(toys: SimpleNamespace, way: str, sampling: Sampling) -> None:
-    of, asked = model(toys, 2), some(5, 6, samplings=[sampling])
-    cached, anew = (decode(decoder(of, cache=cache, **WAYS[way]), asked) for cache in ("committed", "none"))
+    target, asked = model(toys, 2), some(5, 6, samplings=[sampling])
+    cached, anew = (decode(decoder(target, cache=cache, **WAYS[way]), asked) for cache in ("committed", "none"))
     assert [trace(one) for one in cached] == [trace(one) for one in anew]
     total = [sum(p.positions for one in made for p in one.passes) for made in (cached, anew)]
     assert total[0] < total[1]
@@ -228,8 +240,8 @@ def test_cached_equals_uncached(toys: SimpleNamespace, way: str, sampling: Sampl
 @pytest.mark.parametrize("attention", ["full", "block_causal"])
 def test_a_request_gives_what_it_gives_alone(toys: SimpleNamespace, way: str, attention: str, cache: str) -> None:
     """Whatever is decoded beside it and whenever it joins; samplings, lengths, limits and stops differ."""
-    of = model(toys, 3, shift=cache == "committed")
-    these, one = some(9, 8, samplings=[GREEDY, WARM]), decoder(of, attention=attention, cache=cache, **WAYS[way])
+    target = model(toys, 3, shift=cache == "committed")
+    these, one = some(9, 8, samplings=[GREEDY, WARM]), decoder(target, attention=attention, cache=cache, **WAYS[way])
     alone = [trace(decode(one, [request])[0]) for request in these]
     for in_flight in (None, 3):
         assert [trace(made) for made in decode(one, these, in_flight=in_flight)] == alone
@@ -238,8 +250,8 @@ def test_a_request_gives_what_it_gives_alone(toys: SimpleNamespace, way: str, at
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("shift", [False, True])
 def test_caches_of_a_block_in_company(toys: SimpleNamespace, cache: str, shift: bool) -> None:
-    of, these = model(toys, 4, shift=shift), some(4, 7, samplings=[GREEDY, WARM])
-    one = decoder(of, attention="full", cache=cache, append=1.0)
+    target, these = model(toys, 4, shift=shift), some(4, 7, samplings=[GREEDY, WARM])
+    one = decoder(target, attention="full", cache=cache, append_ratio=1.0)
     alone = [trace(decode(one, [request])[0]) for request in these]
     assert [trace(made) for made in decode(one, these, in_flight=3)] == alone
 
@@ -257,48 +269,56 @@ def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, way: str) -> N
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling) -> None:
-    of, asked = model(toys, 6), some(7, 8, samplings=[sampling])
+    target, asked = model(toys, 6), some(7, 8, samplings=[sampling])
     common: dict[str, Any] = {
-        "target": of,
+        "target": target,
         "draft": None,
         "block_size": 5,
-        "append": 0.2,
-        "activate": 0.6,
+        "append_ratio": 0.2,
+        "activate_ratio": 0.6,
         "threshold": 0.4,
     }
     plain = decode(factory.d2f(**common), asked)
-    ahead = {"confidence": "mean", "segment": 1, "ranking": "probability", "cache": "committed", "rank_timeout": None}
+    ahead = {
+        "branch_score": "mean",
+        "segment": 1,
+        "confidence_measure": "probability",
+        "cache": "committed",
+        "process_timeout_s": None,
+    }
     lopa = factory.lopa(**common, **ahead, window_attention="block_causal", branches=0)
     assert [trace(one) for one in decode(lopa, asked)] == [trace(one) for one in plain]
     for request, one in zip(asked, plain, strict=True):
         if sampling.greedy:
-            same(one, reference(of, request, block_size=5, append=0.2, activate=0.6, threshold=0.4))
+            same(one, reference(target, request, block_size=5, append_ratio=0.2, activate_ratio=0.6, threshold=0.4))
 
 
 def test_d2f_with_one_block_is_the_threshold_decoder(toys: SimpleNamespace) -> None:
     """Under the same mask, whatever the shares at which blocks would be appended."""
-    of, asked = model(toys, 7), some(8, 8, samplings=[GREEDY, WARM])
-    d2f = factory.d2f(target=of, draft=None, block_size=None, append=0.1, activate=0.95, threshold=0.4)
+    target, asked = model(toys, 7), some(8, 8, samplings=[GREEDY, WARM])
+    d2f = factory.d2f(target=target, draft=None, block_size=None, append_ratio=0.1, activate_ratio=0.95, threshold=0.4)
     plain = factory.confidence_threshold(
-        target=of, draft=None, threshold=0.4, block_size=None, attention="block_causal", cache="none"
+        target=target, draft=None, threshold=0.4, block_size=None, attention="block_causal", cache="none"
     )
     assert [trace(one) for one in decode(d2f, asked)] == [trace(one) for one in decode(plain, asked)]
 
 
 def test_the_baseline_fills_one_token_a_pass(toys: SimpleNamespace) -> None:
-    of, asked = model(toys, 8), some(2, 8)
+    target, asked = model(toys, 8), some(2, 8)
     for attention in (None, "full", "block_causal"):
         for block_size in (None, 4):
             one = factory.diffusion(
-                target=of, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
+                target=target, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
             )
             assert one.lossless
             for made in decode(one, asked):
                 assert all(p.filled + p.beyond == 1 for p in made.passes)
                 assert made.nfe >= len(made.tokens)
-    two = factory.diffusion(target=of, draft=None, tokens_per_step=2, block_size=None, attention=None)
+    two = factory.diffusion(target=target, draft=None, tokens_per_step=2, block_size=None, attention=None)
     assert not two.lossless
-    assert not factory.d2f(target=of, draft=None, block_size=4, append=0.1, activate=1.0, threshold=0.9).lossless
+    assert not factory.d2f(
+        target=target, draft=None, block_size=4, append_ratio=0.1, activate_ratio=1.0, threshold=0.9
+    ).lossless
     assert all(p.filled + p.beyond == 2 for made in decode(two, asked) for p in made.passes[:-1])
 
 
@@ -306,14 +326,14 @@ def test_the_baseline_fills_one_token_a_pass(toys: SimpleNamespace) -> None:
 
 
 @torch.no_grad()
-def with_copies(of: Any, request: Request, *, branches: int, **rules: Any) -> Generation:
+def with_copies(target: Any, request: Request, *, branches: int, **rules: Any) -> Generation:
     """LoPA with full window attention as its authors run it: each branch on a copy of the cache, one after another;
     the winner's copy becomes the cache."""
 
-    class OneByOne(Alone):
+    class OneByOne(SingleProcess):
         pass
 
-    one = decoder(of, attention="full", branches=branches, **rules)
+    one = decoder(target, attention="full", branches=branches, **rules)
     plain = diffusion.compute
 
     def apart(model: Any, rows: Sequence[Any], *, cache: Any) -> Tensor:
@@ -322,14 +342,14 @@ def with_copies(of: Any, request: Request, *, branches: int, **rules: Any) -> Ge
             return plain(model, rows, cache=cache)
         parts = []
         for b in row.branches:
-            own = copy.deepcopy(cache)
+            branch_cache = copy.deepcopy(cache)
             alone = replace(row, branches=[b], texts=[row.texts[0], row.texts[1 + b]])
-            parts.append(plain(model, [alone], cache=own))
-            for layer, of_branch in zip(cache.layers, own.layers, strict=True):
+            parts.append(plain(model, [alone], cache=branch_cache))
+            for layer, branch_layer in zip(cache.layers, branch_cache.layers, strict=True):
                 first = row.start + b * len(row.window)
                 for name in ("keys", "values"):
-                    piece = getattr(of_branch, name)[:, :, row.start : row.start + len(row.window)]
-                    layer.room(of_branch.keys, of_branch.values, first + len(row.window))
+                    piece = getattr(branch_layer, name)[:, :, row.start : row.start + len(row.window)]
+                    layer.room(branch_layer.keys, branch_layer.values, first + len(row.window))
                     getattr(layer, name)[:, :, first : first + len(row.window)] = piece
         return torch.cat(parts, 1)
 
@@ -340,10 +360,10 @@ def with_copies(of: Any, request: Request, *, branches: int, **rules: Any) -> Ge
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_branches_in_one_pass_equal_branches_one_by_one(toys: SimpleNamespace, shift: bool) -> None:
-    of = model(toys, 9, shift=shift)
+    target = model(toys, 9, shift=shift)
     for request in some(11, 5):
-        packed = decode(decoder(of, attention="full", branches=4), [request])[0]
-        assert trace(packed) == trace(with_copies(of, request, branches=4))
+        packed = decode(decoder(target, attention="full", branches=4), [request])[0]
+        assert trace(packed) == trace(with_copies(target, request, branches=4))
 
 
 @torch.no_grad()
@@ -351,28 +371,35 @@ def test_branches_in_one_pass_equal_branches_one_by_one(toys: SimpleNamespace, s
 def test_the_winners_keys_and_values_are_cached(toys: SimpleNamespace, shift: bool) -> None:
     """Under full attention the cache holds what the winning branch computed for the blocks that were filled before the
     pass: as a pass over that branch alone gives, on the cache as it was."""
-    of, winners, moved = model(toys, 10, shift=shift), list[int](), 0
-    one = decoder(of, attention="full", branches=4, append=0.5, threshold=0.8)
+    target, winners, moved = model(toys, 10, shift=shift), list[int](), 0
+    one = decoder(target, attention="full", branches=4, append_ratio=0.5, threshold=0.8)
 
-    class Noting(Alone):
-        def best(self, packets: Any, slots: int) -> Any:
-            winners.append(packets[0].branch)
-            return super().best(packets, slots)
+    class Noting(SingleProcess):
+        def select_best(self, results: Any, slots: int) -> Any:
+            winners.append(results[0].branch)
+            return super().select_best(results, slots)
 
-    one.placement = Noting()
+    one.executor = Noting()
     (request,) = [replace(r, max_new_tokens=60, stop_ids=()) for r in some(3, 1)]
     state = one.start([request])
     while not state.rows[0].done:
-        flight = state.parts[diffusion.FLIGHTS][0]
-        before, anchor, tried, last = copy.deepcopy(state.cache), flight.anchor, flight.tried, flight.last
+        row_state = state.parts[diffusion.ROW_STATES][0]
+        before, anchor, tried, last = (
+            copy.deepcopy(state.cache),
+            row_state.anchor,
+            row_state.lookahead_tokens,
+            row_state.hidden_before_window,
+        )
         one.step(state)
         if anchor.settled == anchor.cached:
             continue
         end = anchor.prompt + anchor.blocks[-1].end
         winner = winners[-1]
         moved += winner > 0
-        text = one._text(state.rows[0], replace(flight, anchor=anchor, tried=tried), winner)[anchor.cached : end]
-        out = of(
+        text = one._text(state.rows[0], replace(row_state, anchor=anchor, lookahead_tokens=tried), winner)[
+            anchor.cached : end
+        ]
+        out = target(
             torch.tensor([text]), positions_BL=torch.arange(anchor.cached, end)[None], cache=before,
             start_B=[anchor.cached], mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
         )  # fmt: skip
@@ -381,11 +408,11 @@ def test_the_winners_keys_and_values_are_cached(toys: SimpleNamespace, shift: bo
                 kept = getattr(layer, name)[:, :, : anchor.settled]
                 torch.testing.assert_close(kept, getattr(expected, name)[:, :, : anchor.settled], rtol=0, atol=1e-10)
         if not shift:
-            assert flight.last is None
+            assert row_state.hidden_before_window is None
             continue
         at = anchor.settled - 1 - anchor.cached
-        torch.testing.assert_close(flight.last, out.hidden_BLD[0, at], rtol=0, atol=1e-10)
-        assert last is None or not torch.equal(last, flight.last)
+        torch.testing.assert_close(row_state.hidden_before_window, out.hidden_BLD[0, at], rtol=0, atol=1e-10)
+        assert last is None or not torch.equal(last, row_state.hidden_before_window)
     assert moved
 
 
@@ -394,8 +421,8 @@ def test_the_winners_keys_and_values_are_cached(toys: SimpleNamespace, shift: bo
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 def test_caches_of_a_block(toys: SimpleNamespace, cache: str, shift: bool) -> None:
     """A block's first pass is one over everything; the later ones see the surroundings as they were in it."""
-    of = model(toys, 12, shift=shift)
-    one = decoder(of, attention="full", cache=cache, append=1.0, threshold=0.6)
+    target = model(toys, 12, shift=shift)
+    one = decoder(target, attention="full", cache=cache, append_ratio=1.0, threshold=0.6)
     (request,) = [replace(r, max_new_tokens=14, stop_ids=()) for r in some(1, 1)]
     seen: list[tuple] = []
     plain = diffusion.compute
@@ -420,21 +447,21 @@ def test_caches_of_a_block(toys: SimpleNamespace, cache: str, shift: bool) -> No
         if whole:
             frozen, begun = (first, row.texts[0]), begun + 1
             ids = torch.tensor([[row.texts[0][p] for p in places]])
-            out = of(ids, positions_BL=torch.tensor([places]), mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0))
+            out = target(ids, positions_BL=torch.tensor([places]), mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0))
             torch.testing.assert_close(hidden, out.hidden_BLD, rtol=0, atol=1e-10)
             continue
         around = [p for p in range(n + 14) if p not in row.window]
-        kv = of.new_cache()
+        kv = target.new_cache()
         every = [*around, *row.window]
         pos = torch.tensor([every])
-        of(
+        target(
             torch.tensor([[frozen[1][p] for p in every]]),
             positions_BL=pos,
             cache=kv,
             mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
         )
         ids = torch.tensor([[row.texts[0][p] for p in row.window]])
-        out = of(
+        out = target(
             ids, positions_BL=pos[:, len(around) :], cache=kv, start_B=[len(around)],
             mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
         )  # fmt: skip
@@ -448,22 +475,29 @@ def test_caches_of_a_block(toys: SimpleNamespace, cache: str, shift: bool) -> No
 
 def test_entropy_ranks_but_does_not_accept(toys: SimpleNamespace) -> None:
     """The order of guesses differs; which are sure enough does not."""
-    of, asked = model(toys, 13), some(5, 10)
-    runs = [decode(decoder(of, ranking=how, branches=2, threshold=0.6), asked) for how in ("probability", "entropy")]
+    target, asked = model(toys, 13), some(5, 10)
+    runs = [
+        decode(decoder(target, confidence_measure=how, branches=2, threshold=0.6), asked)
+        for how in ("probability", "entropy")
+    ]
     assert [trace(one) for one in runs[0]] != [trace(one) for one in runs[1]]
-    everything = [decode(decoder(of, ranking=how, threshold=0.0), asked) for how in ("probability", "entropy")]
+    everything = [
+        decode(decoder(target, confidence_measure=how, threshold=0.0), asked) for how in ("probability", "entropy")
+    ]
     assert [trace(one) for one in everything[0]] == [trace(one) for one in everything[1]]
 
 
 def test_a_guess_is_one_draw(toys: SimpleNamespace) -> None:
     """With a temperature the token that is filled is the one whose probability was tested, drawn from the request's
     distribution: the frequencies of the first slot of a one-slot answer."""
-    of = model(toys, 14)
+    target = model(toys, 14)
     asked = [Request(ids=[1, 2], sampling=WARM, max_new_tokens=1, stop_ids=(), seed=s) for s in range(400)]
-    made = decode(decoder(of, block_size=1), asked, in_flight=100)
+    made = decode(decoder(target, block_size=1), asked, in_flight=100)
     with torch.no_grad():
-        hidden = of(torch.tensor([[1, 2, VOCAB - 1]]), mask=lambda b, h, q, kv: (kv < 2) | (kv == q)).hidden_BLD[0, 2]
-        logits = of.logits(hidden)
+        hidden = target(torch.tensor([[1, 2, VOCAB - 1]]), mask=lambda b, h, q, kv: (kv < 2) | (kv == q)).hidden_BLD[
+            0, 2
+        ]
+        logits = target.logits(hidden)
     logits[VOCAB - 1] = -torch.inf
     law = WARM.probs(logits)
     share = torch.bincount(torch.tensor([g.tokens[0] for g in made]), minlength=VOCAB) / len(made)
@@ -473,15 +507,15 @@ def test_a_guess_is_one_draw(toys: SimpleNamespace) -> None:
 
 
 def test_the_mask_token_is_never_filled_in(toys: SimpleNamespace) -> None:
-    of = model(toys, 15)
+    target = model(toys, 15)
     with torch.no_grad():
-        of.lm_head.weight[VOCAB - 1] = of.lm_head.weight[:-1].sum(0) * 9
-    made = decode(decoder(of), some(1, 12, samplings=[GREEDY, WARM]))
+        target.lm_head.weight[VOCAB - 1] = target.lm_head.weight[:-1].sum(0) * 9
+    made = decode(decoder(target), some(1, 12, samplings=[GREEDY, WARM]))
     assert all(VOCAB - 1 not in one.tokens for one in made)
 
 
 def test_what_follows_a_stop_does_not_count(toys: SimpleNamespace) -> None:
-    made = decode(decoder(model(toys, 16), append=0.0, activate=0.0, threshold=0.2), some(3, 30))
+    made = decode(decoder(model(toys, 16), append_ratio=0.0, activate_ratio=0.0, threshold=0.2), some(3, 30))
     assert any(p.beyond for one in made for p in one.passes)
     for one in made:
         assert sum(p.filled for p in one.passes) == sum(p.committed for p in one.passes) == len(one.tokens)
@@ -492,10 +526,12 @@ def test_what_follows_a_stop_does_not_count(toys: SimpleNamespace) -> None:
 
 def test_stop_strings_end_an_answer(toys: SimpleNamespace) -> None:
     """They are looked for in the leading tokens only, which are final."""
-    of, (request,) = model(toys, 17), some(2, 1, stops=())
+    target, (request,) = model(toys, 17), some(2, 1, stops=())
     request = replace(request, max_new_tokens=15, stop_ids=())
-    (whole,) = decode(decoder(of), [request])
-    (made,) = decode(decoder(of), [replace(request, should_stop=lambda tokens, known: 6 if len(tokens) >= 6 else None)])
+    (whole,) = decode(decoder(target), [request])
+    (made,) = decode(
+        decoder(target), [replace(request, should_stop=lambda tokens, known: 6 if len(tokens) >= 6 else None)]
+    )
     assert made.tokens == whole.tokens[:6]
     assert made.stopped
     assert sum(p.filled for p in made.passes) == 6
@@ -505,41 +541,41 @@ def test_stop_strings_end_an_answer(toys: SimpleNamespace) -> None:
 
 
 def test_refusals(toys: SimpleNamespace) -> None:
-    of, (request,) = model(toys), some(0, 1)
+    target, (request,) = model(toys), some(0, 1)
     bad = [
         ({"attention": "causal"}, "attention=causal"), ({"cache": "exact"}, "cache=exact"),
-        ({"ranking": "margin"}, "ranking=margin"), ({"cache": "prefix"}, "cache=prefix"),
+        ({"confidence_measure": "margin"}, "confidence_measure=margin"), ({"cache": "prefix"}, "cache=prefix"),
         ({"cache": "dual", "attention": "full"}, "one block after the other"),
-        ({"cache": "dual", "attention": "full", "append": 1.0, "branches": 1}, "cache=dual"),
+        ({"cache": "dual", "attention": "full", "append_ratio": 1.0, "branches": 1}, "cache=dual"),
         ({"branches": -1}, "branches=-1"), ({"threshold": 1.5}, "threshold=1.5"),
     ]  # fmt: skip
     for wrong, words in bad:
         with pytest.raises(UserError, match=words):
-            decoder(of, **wrong)
+            decoder(target, **wrong)
     for wrong, words in (
         ({"max_new_tokens": 3}, "block_size=4 is larger than max_new_tokens=3"),
         ({"ids": [1, VOCAB - 1]}, "contains the mask token"),
         ({"max_new_tokens": 999}, "exceed the context"),
     ):
         with pytest.raises(UserError, match=words):
-            decode(decoder(of), [replace(request, **wrong)])
-    of.mask_token_id = None
+            decode(decoder(target), [replace(request, **wrong)])
+    target.mask_token_id = None
     with pytest.raises(UserError, match="no mask token"):
-        decoder(of)
+        decoder(target)
 
 
 def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -> None:
-    of = model(toys)
-    of.model.config.dspec_attention, of.model.config.dspec_block_size = "bidirectional", 8
+    target = model(toys)
+    target.model.config.dspec_attention, target.model.config.dspec_block_size = "bidirectional", 8
     with pytest.warns(UserWarning, match="trained under full attention, this decoder's is block_causal"):
-        one = factory.d2f(target=of, draft=None, block_size=4, append=0.1, activate=0.95, threshold=0.9)
+        one = factory.d2f(target=target, draft=None, block_size=4, append_ratio=0.1, activate_ratio=0.95, threshold=0.9)
     told = one.settings(GREEDY)
     assert (told["attention"], told["trained_attention"], told["trained_block_size"]) == ("block_causal", "full", 8)
-    plain = factory.diffusion(target=of, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    plain = factory.diffusion(target=target, draft=None, tokens_per_step=1, block_size=None, attention=None)
     assert plain.settings(GREEDY)["attention"] == "full"
-    of.model.config.dspec_attention = "block_causal"
-    plain = factory.diffusion(target=of, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    target.model.config.dspec_attention = "block_causal"
+    plain = factory.diffusion(target=target, draft=None, tokens_per_step=1, block_size=None, attention=None)
     assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
-    of.model.config.dspec_attention = "sideways"
+    target.model.config.dspec_attention = "sideways"
     with pytest.raises(UserError, match="dspec_attention=sideways"):
-        decoder(of)
+        decoder(target)
