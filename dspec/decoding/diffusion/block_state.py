@@ -4,17 +4,21 @@ It knows neither tensors nor a model. The answer has `limit` slots, cut into blo
 a token or nothing yet (the model sees the mask token). A round is one forward pass: it guesses a token for every open
 slot, `choose` says which guesses are kept, `advance` keeps them.
 
-    prompt | a  b  c  d | e  _  f  _ | _  _  _  _ | (not appended yet)
-             CACHED       ACTIVE       ACTIVE
-             ^cached^                               DONE: filled, its keys and values not in the cache yet
+    prompt | a  b  c  d | e  f  g  h | i  _  j  _ | _  _  _  _ | (not appended yet)
+             CACHED       DONE         ACTIVE,      ACTIVE,
+                                       activated    not activated yet
 
-A block is DONE once all of its slots are filled; the next pass computes its final tokens' keys and values, which stay
-in the cache (CACHED) if all earlier blocks are filled, too. A block fills only slots whose guess is sure until the one
-before is filled to a share `activate`; from then on at least `at_least` slots a round. Another block is appended, at
-most one a round, once the last one is filled to a share `append`. With append = 1 blocks come one after another.
+A block is ACTIVE until all of its slots are filled, then DONE: the next pass computes its final tokens' keys and
+values, which stay in the cache (CACHED) if all earlier blocks are filled, too. Until the block before is filled to the
+ratio `activate_ratio`, a block fills only slots whose guess is probable enough; from then on (activated) at least
+`min_fills` slots per round. Once the last block is filled to the ratio `append_ratio`, another one is appended. With
+append_ratio = 1 blocks come one after another.
 
-Slots behind a stop token are neither filled nor waited for: the answer is complete once all slots up to its first stop
-token are filled, and no block is appended after one.
+After a stop token no block is appended; the answer is complete once all slots up to its first stop token are filled.
+
+Departures from D2F: slots after a stop token are neither filled nor waited for (its code fills open blocks to their
+end). The last block may be shorter than the others (its code rounds the answer's length down to whole blocks). At most
+one block is appended per round, as in its code.
 
 Source: D2F (arXiv 2508.09192), section 4.3; Fast-dLLM (arXiv 2505.22618), confidence-aware decoding.
 """
@@ -30,10 +34,10 @@ from dspec.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRules:
-    """`block_size` slots a block (None: one block over the whole answer). Another block is appended once a share
-    `append` (tau_add) of the last one is filled, and decoded in full once a share `activate` (tau_act) of the block
-    before it is. A round fills the slots whose guess is more probable than `threshold` (tau_conf); a fully activated
-    block with fewer than `at_least` of those, the best guesses beside them."""
+    """`block_size` slots per block (None: one block over the whole answer). Another block is appended once the last one
+    is filled to the ratio `append_ratio` (tau_add), and activated once the block before it is filled to the ratio
+    `activate_ratio` (tau_act). A round fills the slots whose guess is more probable than `threshold` (tau_conf), and in
+    an activated block the most confident ones besides, until it has filled `min_fills` there."""
 
     block_size: int | None
     append_ratio: float
@@ -60,7 +64,7 @@ class BlockRules:
 
 
 class Guess(NamedTuple):
-    """The model's token for a slot, its probability, and the confidence by which guesses are ranked."""
+    """The model's token for a slot, its probability, and its confidence, which orders guesses."""
 
     token: int
     probability: float
@@ -75,7 +79,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Block:
-    """Slots first .. end - 1. `activated`: decoded in full (semi-activated before)."""
+    """Slots first .. end - 1. `activated`: fills at least `min_fills` slots per round (before: sure ones only)."""
 
     first: int
     end: int
@@ -84,8 +88,8 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockState:
-    """One answer in flight; `cached` is the number of the text's tokens (prompt included) whose final keys and values
-    are in the cache."""
+    """One answer while it is decoded; `cached` is the number of the text's tokens (prompt included) whose final keys
+    and values are in the cache."""
 
     rules: BlockRules
     prompt: int
@@ -119,7 +123,7 @@ class BlockState:
 
     @cached_property
     def open(self) -> tuple[int, ...]:
-        """The slots that wait for a token: unfilled, in an appended block, not behind a stop token."""
+        """The slots that wait for a token: unfilled, in an appended block, not after a stop token."""
         return tuple(i for i in range(min(self.end, self.blocks[-1].end)) if self.tokens[i] is None)
 
     @cached_property

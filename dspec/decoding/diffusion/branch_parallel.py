@@ -2,14 +2,18 @@
 
 All ranks decode the same requests with the same state and take the same decisions; only the branches are divided among
 them. Rank r computes branches r, r + R, ... of each row in its own pass, and the text that all branches share. A round
-takes one all-gather: each rank's most confident branch, its score and its guesses, 12 bytes a slot. What follows is
-computed from these packets alone, so that kernels which round differently on different ranks cannot make them diverge.
+takes one all-gather: each rank's most confident branch, its score and its guesses, 12 bytes per slot. What follows is
+computed from these alone, so that kernels which round differently on different ranks cannot make them diverge.
 
 Keys and values of what is cached differ between branches only under full attention. Each rank has then written those of
-its own branches (pre-write); the rank that has the winner spreads them in one broadcast (commit-winner-cache). Under
-block-causal attention and without a cache nothing else is sent. A lone anchor (a row's first pass) is computed by all.
+the branches it computes (pre-write); the rank that has the winner spreads them in one broadcast (commit-winner-cache).
+Under block-causal attention and without a cache nothing else is sent. A lone anchor (a row's first pass) is computed by
+all.
 
-Source: LoPA, section 4.
+Departures: no controller and no logits between ranks, where the authors' code gathers the logits of all branches on
+every rank.
+
+Source: LoPA (github.com/zhijie-group/LoPA), section 3.4.
 """
 
 import atexit
@@ -61,7 +65,7 @@ class DistributedBranches:
             self._broadcast(owner, rows, row_states, cache)
 
     def _broadcast(self, owner: int, rows: Sequence[int], row_states: Sequence[RowState], cache: PositionCache) -> None:
-        """What these rows cache in this pass goes from the owner to all: keys, values, and the hidden state behind them
+        """What these rows cache in this pass goes from the owner to all: keys, values, and the hidden state after them
         where the next pass reads it."""
         parts: list[Tensor] = []
         for row in rows:

@@ -1,7 +1,7 @@
 """Decoding of diffusion LMs: one stepper for all of its ways, which differ in a handful of settings.
 
 Every pass guesses a token for each open slot of the answer; block_state.py says which guesses are kept and which slots
-come next. `diffusion` keeps a fixed number of the most confident ones a pass; with one it is the baseline of the
+come next. `diffusion` keeps a fixed number of the most confident ones per pass; with one it is the baseline of the
 others, which are lossy relative to it. `confidence_threshold` keeps all that are probable enough (Fast-dLLM), `d2f`
 does so in several blocks at a time (D2F), `lopa` tries further guesses in branches (LoPA, lookahead.py).
 
@@ -10,7 +10,12 @@ all that is cached is approximate, since cached slots would have seen what has b
 `committed` caches filled blocks as they are when filled (D2F and LoPA with full window attention), `prefix` all before
 the block being decoded and `dual` all but that block, as they are when the block is begun (Fast-dLLM).
 
-Sources: D2F (arXiv 2508.09192), Fast-dLLM (arXiv 2505.22618), LoPA.
+Departures: at a temperature a slot's token is drawn with one uniform per slot and pass, the same in all branches, and
+its confidence is the probability under temperature and top_p of the token drawn (LoPA's code samples once for the
+score and again for the token). Without a `committed` cache, full attention sees all slots of the answer, also those of
+blocks not appended yet, as diffusion LMs are trained. More in block_state.py and lookahead.py.
+
+Sources: D2F (arXiv 2508.09192), Fast-dLLM (arXiv 2505.22618), LoPA (github.com/zhijie-group/LoPA).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +51,7 @@ from dspec.spans import span
 NONE: Final = "none"
 COMMITTED: Final = "committed"
 OF_A_BLOCK: Final = ("prefix", "dual")
+Places = tuple[int, Sequence[int], Sequence[int]]  # the first cache slot; shared places; places of each window
 ROW_STATES: Final = "row_states"  # the part of the state that holds each row's RowState
 
 
@@ -78,7 +84,7 @@ class DiffusionConfig:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether this is the baseline: one token a pass, nothing cached that is not exact."""
+        """Whether this is the baseline: one token per pass, nothing cached that is not exact."""
         exact = self.cache == NONE or self.attention == BLOCK_CAUSAL
         rules = self.rules
         return (
@@ -169,19 +175,10 @@ class BlockDiffusion:
         """What a row computes in the next pass."""
         state, prompt, config = row_state.anchor, len(row.request.ids), self.config
         end = prompt + (state.limit if config.sees_all else state.blocks[-1].end)
-        shared: Sequence[int] = ()
-        window: Sequence[int]
         if config.cache in OF_A_BLOCK:
-            block = _begun(state)
-            first, last = prompt + block.first, end if config.cache == "prefix" else prompt + block.end
-            window, around = range(first, last), [*range(first), *range(last, end)]
-            start = len(around)
-            if row_state.cached_for_block != block.first:
-                start, window = 0, [*around, *window]
+            start, shared, window = _places_around_a_block(row_state, end, cache=config.cache)
         else:
-            start = state.cached if config.cache == COMMITTED else 0
-            inner = state.settled if config.attention == BLOCK_CAUSAL else start
-            shared, window = range(start, inner), range(inner, end)
+            start, shared, window = _places_after_the_cache(state, end, config)
         branches = self.executor.local_branches(row_state.branches)
         return RowInputs(
             start=start,
@@ -246,23 +243,21 @@ class BlockDiffusion:
     def _commit(
         self, state: State, best: Mapping[int, BranchResult], inputs: Sequence[RowInputs], hidden_BLD: Tensor
     ) -> None:
-        """Keys and values of the winning branches, and the hidden state behind which the next window begins."""
+        """Keys and values of the winning branches, and the hidden state right before the next window."""
         if self.config.cache == NONE:
             return
         row_states: PerRow[RowState] = state.parts[ROW_STATES]
         moved: list[tuple[int, int, int]] = []
         for b, result in best.items():
-            row_inputs, row_state = inputs[b], row_states[b]
+            row_inputs, row_state, anchor = inputs[b], row_states[b], row_states[b].anchor
             committed = self.config.cache == COMMITTED
+            window_start = anchor.settled if committed else anchor.prompt + _begun(anchor).first
             if not committed:
-                row_state.cached_for_block = _begun(row_state.anchor).first
-            before = (
-                row_state.anchor.settled if committed else row_state.anchor.prompt + _begun(row_state.anchor).first
-            ) - 1
-            if self.trained.shift and (index := row_inputs.index(before, result.branch)) is not None:
+                row_state.cached_for_block = _begun(anchor).first
+            if self.trained.shift and (index := row_inputs.index(window_start - 1, result.branch)) is not None:
                 row_state.hidden_before_window = hidden_BLD[b, index].clone()
             if committed and result.branch in row_inputs.branches:
-                for place in range(row_inputs.window[0], row_state.anchor.settled):
+                for place in range(row_inputs.window[0], anchor.settled):
                     source = row_inputs.index(place, result.branch)
                     if source is not None and (slot := row_inputs.start + source) != place:
                         moved.append((b, slot, place))
@@ -293,13 +288,32 @@ class BlockDiffusion:
             row.generation.passes = _useful(row.generation, row_state.pass_of_slot)
 
 
+def _places_after_the_cache(state: BlockState, end: int, config: DiffusionConfig) -> Places:
+    """`none`: all places, from 0 on. `committed`: those after the cached ones. Under block-causal attention the settled
+    ones see no slot that differs between branches: they are shared. Under full attention each branch has all places."""
+    start = state.cached if config.cache == COMMITTED else 0
+    window_start = state.settled if config.attention == BLOCK_CAUSAL else start
+    return start, range(start, window_start), range(window_start, end)
+
+
+def _places_around_a_block(row_state: RowState, end: int, *, cache: str) -> Places:
+    """`prefix`: the block and all after it; `dual`: the block alone. Its first pass also computes and caches what is
+    around it, which stands first so that later passes begin after it."""
+    block, prompt = _begun(row_state.anchor), row_state.anchor.prompt
+    first, last = prompt + block.first, end if cache == "prefix" else prompt + block.end
+    window, around = range(first, last), [*range(first), *range(last, end)]
+    if row_state.cached_for_block != block.first:
+        return 0, (), [*around, *window]
+    return len(around), (), window
+
+
 def _begun(state: BlockState) -> Block:
     """The first block that is not filled."""
     return next(block for block in state.blocks if state.phase(block) is Phase.ACTIVE)
 
 
 def _useful(generation: Generation, pass_of_slot: Mapping[int, int]) -> list[Pass]:
-    """The passes of a complete answer, with the slots that each filled up to its end, and behind it."""
+    """The passes of a complete answer, with the slots that each filled up to its end, and after it."""
     passes = []
     for number, one in enumerate(generation.passes):
         useful = sum(pass_of_slot.get(slot) == number for slot in range(len(generation.tokens)))

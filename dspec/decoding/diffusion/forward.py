@@ -64,7 +64,7 @@ def mask_token(model: LanguageModel) -> int:
     if model.mask_token_id is None or not 0 <= model.mask_token_id < model.vocab_size:
         raise UserError(
             f"{model.name!r} has no mask token (mask_token_id={model.mask_token_id}), which a diffusion LM fills in: "
-            "set target.mask_token_id to the token it was trained with (recipe=dllm_base trains one)"
+            "choose a diffusion LM, and set target.mask_token_id to the token that it was trained with"
         )
     return model.mask_token_id
 
@@ -108,7 +108,7 @@ class RowInputs:
 
 
 def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionCache | None) -> Tensor:
-    """The hidden states [B, L, D] of all slots; those behind a row's last are garbage. Without any slot no pass."""
+    """The hidden states [B, L, D] of all slots; those after a row's last are garbage. Without any slot no pass."""
     B, L, device = len(rows), max(row.width for row in rows), model.device
     if not L:
         return torch.zeros(B, 0, model.hidden_size, dtype=model.dtype, device=device)
@@ -139,8 +139,8 @@ def guess(
     confidence_measure: str,
 ) -> list[Guess]:
     """The token of each of N hidden states [D]: the most probable, or, with a temperature, one drawn at uniform_N[n]
-    from the distribution under the sampling of row_N[n]. The mask token is banned. A guess is ranked by its probability
-    or by the negative entropy of its distribution; both are rounded to float32."""
+    from the distribution under the sampling of row_N[n]. The mask token is banned. A guess's confidence is its
+    probability or the negative entropy of its distribution; both are rounded to float32."""
     made: list[Guess] = []
     for part in row_chunks(len(hidden), model.vocab_size) if hidden else ():
         rows, uniform = row_N[part], torch.tensor(uniform_N[part], dtype=widest(model.device), device=model.device)

@@ -4,10 +4,16 @@ After a round the answer is the anchor. Each of `branches` lookahead branches is
 round's guesses filled in, one that was not confident enough: those of highest confidence, one each. The next pass
 computes all branches; the one that is most confident about what it has left wins, and its guesses are the round's.
 
-A lookahead token is not verified: it is kept if its branch wins. All branches are scored over the anchor's open slots
-but their own: a stop token tried ahead closes no slot before its branch has won, else short answers would look sure.
+A lookahead token is not verified: it is kept if its branch wins.
 
-Source: LoPA: Scaling dLLM Inference via Lookahead Parallel Decoding, algorithm 1 and equation 2.
+Departures: all branches compete over the anchor's open slots, each without its lookahead token's: a stop token that is
+tried ahead closes no slot before its branch has won, or short answers would seem certain. Of equal branches the one
+nearest to the anchor wins (in the authors' code the first lookahead branch). One confidence orders guesses and scores
+branches, while `threshold` always tests the probability, as in the authors' code. Both segment scores are our reading
+of one sentence of the paper.
+
+Source: "LoPA: Scaling dLLM Inference via Lookahead Parallel Decoding" (github.com/zhijie-group/LoPA), algorithm 1 and
+equation 2.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What diffusion decoding holds of each row, and what processes that share its branches exchange."""
+"""What diffusion decoding keeps of each row between passes, and where the branches of a row are computed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -84,11 +84,11 @@ def test_a_block_is_appended_at_the_share_and_not_below() -> None:
     state = begin(12)
     assert [b.end for b in filled(state, 0).advance({}).blocks] == [4]
     assert [b.end for b in state.advance({0: 1, 2: 1}).blocks] == [4, 8]
-    assert [b.end for b in state.advance(dict.fromkeys(range(4), 1)).blocks] == [4, 8]  # one a round
+    assert [b.end for b in state.advance(dict.fromkeys(range(4), 1)).blocks] == [4, 8]  # one per round
     assert [b.end for b in begin(12, append_ratio=0.0).advance({}).advance({}).blocks] == [4, 8, 12]
 
 
-def test_no_block_behind_a_stop() -> None:
+def test_no_block_after_a_stop() -> None:
     state = begin(12)
     assert len(state.advance({0: 1, 1: 1}).blocks) == 2
     assert len(state.advance({0: 1, 1: STOP}).blocks) == 1
@@ -110,7 +110,7 @@ def test_activation_is_at_the_share_and_stays() -> None:
     assert [b.activated for b in replace(now, blocks=blocks).advance({}).blocks] == [True] * 3
 
 
-def test_a_block_that_is_appended_behind_a_full_one_is_activated_at_once() -> None:
+def test_a_block_that_is_appended_after_a_full_one_is_activated_at_once() -> None:
     state = begin(12, append_ratio=1.0).advance(dict.fromkeys(range(4), 1))
     assert [b.activated for b in state.blocks] == [True, True]
 
@@ -136,7 +136,7 @@ def test_what_is_filled() -> None:
     assert by_confidence([0, 1, 2], ranked) == [0, 1, 2]
 
 
-def test_what_stands_behind_a_stop_is_not_waited_for() -> None:
+def test_what_stands_after_a_stop_is_not_waited_for() -> None:
     state = begin(12, append_ratio=0.0).advance({}).advance({2: STOP, 5: 1})
     assert (state.end, state.open, state.done) == (3, (0, 1), False)
     assert filled(state, 0).answer == [1]

@@ -143,8 +143,8 @@ def test_branches_are_divided_and_idle_ranks_compute_what_is_shared(toys: Simple
 
 @pytest.mark.parametrize("kind", ["exact", "full", "plain"])
 def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> None:
-    """Counted where they are sent: one all-gather of packets a round, and, only where branches cache what differs, one
-    broadcast of the keys and values of what was settled."""
+    """Counted where they are sent: one all-gather of packets per round, and, only where branches cache what differs,
+    one broadcast of the keys and values of what was settled."""
     target, asked = model(toys, shift=kind == "full"), some(1, 33)
     config = target.model.config
     a_slot = target.num_layers * 2 * config.num_key_value_heads * (target.hidden_size // config.num_attention_heads) * 4

@@ -193,7 +193,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {"append_ratio": 0.0, "activate_ratio": 0.0, "threshold": 0.3},
     "one block": {"block_size": None},
     "block after block": {"append_ratio": 1.0, "threshold": 0.4},
-    "several a pass": {"append_ratio": 1.0, "activate_ratio": 1.0, "threshold": 1.0, "min_fills": 3},
+    "several per pass": {"append_ratio": 1.0, "activate_ratio": 1.0, "threshold": 1.0, "min_fills": 3},
     "lopa": {"branches": 3},
     "eager lopa": {"branches": 5, "append_ratio": 0.0, "activate_ratio": 0.0, "threshold": 0.6},
 }
@@ -207,7 +207,7 @@ def test_cached_equals_the_plain_reference(toys: SimpleNamespace, way: str, shif
     made = decode(decoder(target, **WAYS[way]), asked, in_flight=3)
     for request, one in zip(asked, made, strict=True):
         same(one, reference(target, request, **WAYS[way]))
-    assert any(p.filled > 1 for one in made for p in one.passes)  # several tokens a pass
+    assert any(p.filled > 1 for one in made for p in one.passes)  # several tokens per pass
     assert any(one.stopped for one in made)
     if "branches" in WAYS[way]:
         assert [trace(one) for one in made] != [
@@ -216,9 +216,9 @@ def test_cached_equals_the_plain_reference(toys: SimpleNamespace, way: str, shif
 
 
 @pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("way", ["block after block", "one block", "several a pass", "lopa"])
+@pytest.mark.parametrize("way", ["block after block", "one block", "several per pass", "lopa"])
 def test_full_attention_without_a_cache(toys: SimpleNamespace, way: str, shift: bool) -> None:
-    """Sees all of the answer's slots, also those behind the appended blocks."""
+    """Sees all of the answer's slots, also those after the appended blocks."""
     target, asked = model(toys, 1 + len(way), shift=shift), some(len(way), 6)
     made = decode(decoder(target, attention="full", cache="none", **WAYS[way]), asked, in_flight=4)
     for request, one in zip(asked, made, strict=True):
