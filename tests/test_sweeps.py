@@ -21,7 +21,7 @@ TRAINING = {
 
 
 def test_every_page_is_tested_and_says_what_it_is() -> None:
-    assert PAGES.keys() >= {*DECODERS, *TRAINING, "jacobi_config"}
+    assert PAGES.keys() >= {*DECODERS, *TRAINING, "jacobi_config", "lopa"}
     for name, path in PAGES.items():
         head = [line for line in path.read_text().splitlines() if line.startswith("#")]
         said = [line.split(":")[0] for line in head]
@@ -51,6 +51,25 @@ def test_what_the_sweeps_vary() -> None:
     assert {d.tolerance for d in list(drafts.values())[1:]} == {0}
     assert [b.length for b in page("assd_length").benchmark.values()] == [128, 256, 512, 640, 768, 896, 1024]
     assert [b["count"] for b in page("samplers").benchmark.values()] == [520, 520]
+
+
+LOPA_TABLE_5 = {  # block size, tau_add, tau_act, tau_conf, branches
+    "gsm8k": (32, 0.1, 0.95, 0.9, 14), "math": (16, 0.1, 0.95, 0.9, 7), "humaneval": (32, 0.3, 0.95, 0.95, 7),
+    "mbpp": (32, 0.3, 0.95, 0.95, 7), "humanevalplus": (32, 0.3, 0.95, 0.95, 6), "mbppplus": (32, 0.3, 0.95, 0.9, 14),
+}  # fmt: skip
+
+
+def test_settings_of_lopas_table_5() -> None:
+    """The other values are those of decoder=lopa."""
+    cfg = page("lopa")
+    keys = ("block_size", "append_ratio", "activate_ratio", "threshold", "branches")
+    assert list(cfg.decoder) == ["diffusion", "d2f", *LOPA_TABLE_5]
+    assert {name: tuple(cfg.decoder[name][key] for key in keys) for name in LOPA_TABLE_5} == LOPA_TABLE_5
+    plain = composed("eval", ["target=tiny", "decoder=lopa"]).decoder.lopa
+    for name in LOPA_TABLE_5:
+        other = {key: value for key, value in cfg.decoder[name].items() if key not in (*keys, "label")}
+        assert other == {key: value for key, value in plain.items() if key not in (*keys, "label")}
+    assert {spec.baseline for spec in instantiate_decoders(cfg).values()} == {"diffusion"}
 
 
 @pytest.mark.parametrize("name", TRAINING)

@@ -129,8 +129,6 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "confidence_threshold_prefix": "confidence > 0.9, prefix (approximate)",
     "confidence_threshold_dual": "confidence > 0.9, dual (approximate)",
     "lopa_block_causal": "LoPA, k=14, block-causal", "lopa_uncached": "LoPA, k=14, uncached",
-    "lopa_gsm8k": "LoPA, GSM8K", "lopa_math": "LoPA, MATH", "lopa_humaneval": "LoPA, HumanEval",
-    "lopa_mbpp": "LoPA, MBPP", "lopa_humanevalplus": "LoPA, HumanEval+", "lopa_mbppplus": "LoPA, MBPP+",
     "base_any_subset": "base, any-subset", "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
     "sigma_gpt": "sigma-GPT (biased)",
 }  # fmt: skip
@@ -199,18 +197,6 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
     chosen = "diffusion,confidence_threshold,base_diffusion,base_confidence_threshold"
     base = instantiate_decoders(composed("eval", ["target=tiny", f"decoder=[{chosen}]"]))
     assert [spec.baseline for spec in base.values()] == ["diffusion"] * 2 + ["base_diffusion"] * 2
-
-
-TABLE_5 = {  # block size, tau_add, tau_act, tau_conf, branches
-    "gsm8k": (32, 0.1, 0.95, 0.9, 14), "math": (16, 0.1, 0.95, 0.9, 7), "humaneval": (32, 0.3, 0.95, 0.95, 7),
-    "mbpp": (32, 0.3, 0.95, 0.95, 7), "humanevalplus": (32, 0.3, 0.95, 0.95, 6), "mbppplus": (32, 0.3, 0.95, 0.9, 14),
-}  # fmt: skip
-
-
-def test_settings_of_lopas_table_5() -> None:
-    cfg = composed("eval", ["target=tiny", f"decoder=[{','.join(f'lopa_{name}' for name in TABLE_5)}]"])
-    keys = ("block_size", "append_ratio", "activate_ratio", "threshold", "branches")
-    assert {name: tuple(cfg.decoder[f"lopa_{name}"][key] for key in keys) for name in TABLE_5} == TABLE_5
 
 
 @pytest.mark.parametrize(
