@@ -1,5 +1,6 @@
 """README and docs: short, every file and link they name exists, every command in them composes, the example runs."""
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dspec.config.compose import ROOT, composed
+from dspec.config.compose import ROOT, VARIANTS, composed
+from dspec.config.recipes import variants
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
@@ -92,6 +94,24 @@ def test_commands_compose(command: str) -> None:
         key, _, values = arg.partition("=")
         for value in [values] if "[" in values else values.split(","):
             composed(CONFIG[module], [*choices[:at], f"{key}={value}", *choices[at + 1 :]])
+
+
+@pytest.mark.parametrize(("key", "folder"), [("recipe", "recipes"), ("decoder", "conf/decoder")])
+def test_messages_name_what_exists(key: str, folder: str) -> None:
+    """Recipes and decoders that a string in the code tells a user to choose."""
+    files = [path for room in ("dspec", "data", "eval") for path in (ROOT / room).rglob("*.py")]
+    strings = [
+        node.value
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    chosen = {name for text in strings for name in re.findall(rf"(?<![\w.]){key}=([a-z]\w*(?:/\w+)?)(?![\w/])", text)}
+    known = {path.relative_to(ROOT / folder).with_suffix("").as_posix() for path in (ROOT / folder).rglob("*.yaml")}
+    if key == "decoder":
+        known |= variants(VARIANTS).keys()
+    assert chosen
+    assert sorted(chosen - known) == []
 
 
 def test_the_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
