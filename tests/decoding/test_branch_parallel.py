@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dspec.decoding import branch_parallel, factory
+from dspec.decoding import branch_parallel
 from dspec.decoding.block_state import Guess
 from dspec.decoding.branch_parallel import Ranks, join_ranks
 from dspec.decoding.flight import Alone, Packet
@@ -23,6 +23,7 @@ from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError
+from eval import decoders
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -37,7 +38,8 @@ def lopa(of: Any, placement: Any, **change: Any) -> Any:
         "block_size": 4, "append": 0.5, "activate": 0.7, "threshold": 0.6, "branches": 3, "confidence": "mean",
         "segment": 1, "ranking": "probability",
     }  # fmt: skip
-    made = factory.lopa(target=of, draft=None, rank_timeout=None, **common | change)
+    spec = decoders.lopa(label="LoPA", weights="trained", base=lambda: of, rank_timeout=None, **common | change)
+    made: Any = spec.build(target=of, draft=None)
     made.placement = placement or Alone()
     return made
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.decoding import diffusion, factory
+from dspec.decoding import diffusion
 from dspec.decoding.block_state import BlockRules
 from dspec.decoding.diffusion import BlockDiffusion, DiffusionConfig
 from dspec.decoding.flight import Alone
@@ -259,15 +259,14 @@ def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling)
     of, asked = model(toys, 6), some(7, 8, samplings=[sampling])
     common: dict[str, Any] = {
         "target": of,
-        "draft": None,
         "block_size": 5,
         "append": 0.2,
         "activate": 0.6,
         "threshold": 0.4,
     }
-    plain = decode(factory.d2f(**common), asked)
+    plain = decode(toys.build_decoder("d2f", **common), asked)
     ahead = {"confidence": "mean", "segment": 1, "ranking": "probability", "cache": "committed", "rank_timeout": None}
-    lopa = factory.lopa(**common, **ahead, window_attention="block_causal", branches=0)
+    lopa = toys.build_decoder("lopa", **common, **ahead, window_attention="block_causal", branches=0)
     assert [trace(one) for one in decode(lopa, asked)] == [trace(one) for one in plain]
     for request, one in zip(asked, plain, strict=True):
         if sampling.greedy:
@@ -277,9 +276,15 @@ def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling)
 def test_d2f_with_one_block_is_the_threshold_decoder(toys: SimpleNamespace) -> None:
     """Under the same mask, whatever the shares at which blocks would be appended."""
     of, asked = model(toys, 7), some(8, 8, samplings=[GREEDY, WARM])
-    d2f = factory.d2f(target=of, draft=None, block_size=None, append=0.1, activate=0.95, threshold=0.4)
-    plain = factory.confidence_threshold(
-        target=of, draft=None, threshold=0.4, block_size=None, attention="block_causal", cache="none"
+    d2f = toys.build_decoder("d2f", target=of, block_size=None, append=0.1, activate=0.95, threshold=0.4)
+    plain = toys.build_decoder(
+        "confidence_threshold",
+        target=of,
+        draft=None,
+        threshold=0.4,
+        block_size=None,
+        attention="block_causal",
+        cache="none",
     )
     assert [trace(one) for one in decode(d2f, asked)] == [trace(one) for one in decode(plain, asked)]
 
@@ -288,16 +293,18 @@ def test_the_baseline_fills_one_token_a_pass(toys: SimpleNamespace) -> None:
     of, asked = model(toys, 8), some(2, 8)
     for attention in (None, "full", "block_causal"):
         for block_size in (None, 4):
-            one = factory.diffusion(
-                target=of, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
+            one = toys.build_decoder(
+                "diffusion", target=of, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
             )
             assert one.lossless
             for made in decode(one, asked):
                 assert all(p.filled + p.beyond == 1 for p in made.passes)
                 assert made.nfe >= len(made.tokens)
-    two = factory.diffusion(target=of, draft=None, tokens_per_step=2, block_size=None, attention=None)
+    two = toys.build_decoder("diffusion", target=of, tokens_per_step=2, block_size=None, attention=None)
     assert not two.lossless
-    assert not factory.d2f(target=of, draft=None, block_size=4, append=0.1, activate=1.0, threshold=0.9).lossless
+    assert not toys.build_decoder(
+        "d2f", target=of, draft=None, block_size=4, append=0.1, activate=1.0, threshold=0.9
+    ).lossless
     assert all(p.filled + p.beyond == 2 for made in decode(two, asked) for p in made.passes[:-1])
 
 
@@ -531,13 +538,13 @@ def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -
     of = model(toys)
     of.model.config.dspec_attention, of.model.config.dspec_block_size = "bidirectional", 8
     with pytest.warns(UserWarning, match="trained under full attention, this decoder's is block_causal"):
-        one = factory.d2f(target=of, draft=None, block_size=4, append=0.1, activate=0.95, threshold=0.9)
+        one = toys.build_decoder("d2f", target=of, block_size=4, append=0.1, activate=0.95, threshold=0.9)
     told = one.settings(GREEDY)
     assert (told["attention"], told["trained_attention"], told["trained_block_size"]) == ("block_causal", "full", 8)
-    plain = factory.diffusion(target=of, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    plain = toys.build_decoder("diffusion", target=of, tokens_per_step=1, block_size=None, attention=None)
     assert plain.settings(GREEDY)["attention"] == "full"
     of.model.config.dspec_attention = "block_causal"
-    plain = factory.diffusion(target=of, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    plain = toys.build_decoder("diffusion", target=of, tokens_per_step=1, block_size=None, attention=None)
     assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
     of.model.config.dspec_attention = "sideways"
     with pytest.raises(UserError, match="dspec_attention=sideways"):
