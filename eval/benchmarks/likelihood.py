@@ -1,4 +1,4 @@
-"""Benchmarks scored by the exact log-likelihood of given answers; nothing is decoded (eval/score.py runs them).
+"""Benchmarks scored by the exact log-likelihood of given answers; nothing is decoded (eval/likelihood/ scores them).
 
 LAMBADA (Paperno et al. 2016, arXiv 1606.06031; rows as in lm-eval's lambada_openai): the last word of a passage, given
 all before it. "accuracy": greedy decoding writes that word; with its log-likelihood, from which the perplexity follows.
