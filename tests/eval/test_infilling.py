@@ -148,7 +148,7 @@ def test_what_is_hidden_is_said(holes: str) -> None:
 
 
 def test_unknown_holes() -> None:
-    with pytest.raises(UserError, match="holes=lines is unknown; say one of random, span, line"):
+    with pytest.raises(UserError, match="holes=lines is unknown; use one of random, span, line"):
         FilledProblems(count=1, holes="lines", hidden=0.5, seed=0)
 
 

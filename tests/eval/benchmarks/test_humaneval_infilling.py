@@ -161,7 +161,7 @@ def test_left_to_right_takes_the_first_line(
 
 def test_what_makes_no_sense_is_one_line(benchmark_of: Any) -> None:
     with pytest.raises(
-        UserError, match="split=lines is unknown; say one of single_line, multi_line, random_span_light"
+        UserError, match="split=lines is unknown; use one of single_line, multi_line, random_span_light"
     ):
         benchmark_of(ROW, split="lines")
     with pytest.raises(UserError, match=r"left_to_right .* needs split=single_line, not multi_line"):
