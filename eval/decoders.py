@@ -5,18 +5,33 @@ it is loaded when its first decoder is built, so that no training run holds a se
 (instantiate_decoders in dspec/config/compose.py).
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dspec.decoding import factory
-from dspec.decoding.any_subset import AnySubsetConfig
+import torch
+
+from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.diffusion.block_state import BlockRules
+from dspec.decoding.diffusion.branch_parallel import join_processes
+from dspec.decoding.diffusion.decoder import COMMITTED, NONE, BlockDiffusion, DiffusionConfig
+from dspec.decoding.diffusion.forward import BLOCK_CAUSAL, FULL, PROBABILITY, TrainingRecord
+from dspec.decoding.diffusion.lookahead import Lookahead
+from dspec.decoding.diffusion.row_state import BranchExecutor, SingleProcess
+from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
+from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
+from dspec.decoding.sigma_gpt import SigmaGPT
+from dspec.decoding.speculative import Speculative
+from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
 from dspec.models.backbone import Backbone
 from dspec.models.draft import Draft
+from dspec.models.language_model import LanguageModel, causal
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
 Base = Callable[[], Backbone]
@@ -47,24 +62,61 @@ class DecoderSpec:
 
 def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
     """Plain AR; the drafter is not used."""
-    return _spec(label, weights, base, factory.autoregressive)
+    return _spec(label, weights, base, build_ar)
+
+
+def build_ar(*, target: Backbone, draft: Draft | None) -> Decoder:
+    """Plain AR of the target. Raises UserError for one that only fills holes."""
+    return Autoregressive(target=causal(target))
 
 
 def speculative(
     *, label: str, weights: str, base: Base, sequential_head: bool, refinement_passes: int, confidence_threshold: float
 ) -> DecoderSpec:
     """Speculative decoding with the drafter, with or without its sequential head; threshold 0 verifies every draft."""
-    settings: dict[str, Any] = {
-        "sequential_head": sequential_head,
-        "refinement_passes": refinement_passes,
-        "confidence_threshold": confidence_threshold,
-    }
-    return replace(_spec(label, weights, base, partial(factory.speculative, **settings)), needs_draft=True)
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        if draft is None:
+            raise UserError(
+                "decoder=speculative needs a drafter: train one (recipe=dspark) or use decoder=autoregressive"
+            )
+        proposer = DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes)
+        policy = _verification(draft, proposer, confidence_threshold, sequential_head=sequential_head)
+        return Speculative(target=causal(target), proposer=proposer, policy=policy)
+
+    return replace(_spec(label, weights, base, build), needs_draft=True)
+
+
+def _verification(
+    draft: Draft, proposer: DraftProposer, threshold: float, *, sequential_head: bool
+) -> VerificationPolicy:
+    """Which drafts are verified. Warns where the drafter's temperatures do not fit its way of drafting; raises
+    UserError for a threshold without a confidence head."""
+    if threshold == 0:
+        return VerifyAll()
+    calibration = draft.metadata.calibration
+    if calibration is not None and threshold > 0 and not proposer.plain:
+        warnings.warn(
+            f"STS temperatures were fitted with the sequential head on and without refinement; this decoder has "
+            f"sequential_head={sequential_head}, refinement_passes={proposer.refinement_passes}: they are "
+            "not used, confidences stay raw",
+            stacklevel=3,
+        )
+        calibration = None
+    if draft.confidence_head is None:
+        raise UserError(f"confidence_threshold={threshold} reads a confidence head, which this drafter does not have")
+    return ConfidenceThreshold(threshold, calibration=calibration)
 
 
 def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:
     """Drafts copied from the text so far; the drafter is not used."""
-    return _spec(label, weights, base, partial(factory.prompt_lookup, num_drafts=num_drafts, max_ngram=max_ngram))
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        device = torch.device(target.device)
+        proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
+        return Speculative(target=causal(target), proposer=proposer, policy=VerifyAll())
+
+    return _spec(label, weights, base, build)
 
 
 def jacobi(
@@ -82,13 +134,16 @@ def jacobi(
     config = JacobiConfig(
         block_size=block_size, blocks=blocks, activation=activation, pool_size=pool_size, candidates=candidates
     )
-    return _spec(label, weights, base, partial(factory.jacobi, config=config))
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        return Jacobi(target=causal(target), config=config)
+
+    return _spec(label, weights, base, build)
 
 
 def any_subset(*, label: str, weights: str, base: Base) -> DecoderSpec:
     """An any-subset model's tokens at chosen positions, one per pass; the drafter is not used."""
-    config = AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0)
-    return _spec(label, weights, base, partial(factory.any_subset, config=config), baseline=ANY_SUBSET)
+    return _any_subset(label, weights, base, AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0))
 
 
 def assd(
@@ -96,20 +151,41 @@ def assd(
 ) -> DecoderSpec:
     """Any-Subset Speculative Decoding: the same tokens, several per pass; the drafter is not used."""
     config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
-    return _spec(label, weights, base, partial(factory.any_subset, config=config), baseline=ANY_SUBSET)
+    return _any_subset(label, weights, base, config)
+
+
+def _any_subset(label: str, weights: str, base: Base, config: AnySubsetConfig) -> DecoderSpec:
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        return AnySubset(target=target, config=config)
+
+    return _spec(label, weights, base, build, baseline=ANY_SUBSET)
 
 
 def sigma_gpt(*, label: str, weights: str, base: Base, num_orders: int) -> DecoderSpec:
     """Rejection sampling in random orders (sigma-GPT): biased; the drafter is not used."""
-    return _spec(label, weights, base, partial(factory.sigma_gpt, num_orders=num_orders), baseline=ANY_SUBSET)
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        return SigmaGPT(target=target, num_orders=num_orders)
+
+    return _spec(label, weights, base, build, baseline=ANY_SUBSET)
+
+
+_NO_LOOKAHEAD = Lookahead(branches=0, branch_score="mean", segment=1)
 
 
 def diffusion(
     *, label: str, weights: str, base: Base, tokens_per_step: int, block_size: int | None, attention: str | None
 ) -> DecoderSpec:
-    """A diffusion LM's most confident tokens, a fixed number per pass; with one the baseline of all its decoders."""
-    settings: dict[str, Any] = {"tokens_per_step": tokens_per_step, "block_size": block_size, "attention": attention}
-    return _spec(label, weights, base, partial(factory.diffusion, **settings), baseline=DIFFUSION)
+    """A diffusion LM's most confident tokens, a fixed number per pass, block after block; with one the baseline of all
+    its decoders."""
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        rules = BlockRules(
+            block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=1.0, min_fills=tokens_per_step
+        )
+        return _block_by_block(causal(target), rules, attention, NONE)
+
+    return _spec(label, weights, base, build, baseline=DIFFUSION)
 
 
 def confidence_threshold(
@@ -122,14 +198,15 @@ def confidence_threshold(
     attention: str | None,
     cache: str,
 ) -> DecoderSpec:
-    """A diffusion LM's tokens that are probable enough, at least one per pass."""
-    settings: dict[str, Any] = {
-        "threshold": threshold,
-        "block_size": block_size,
-        "attention": attention,
-        "cache": cache,
-    }
-    return _spec(label, weights, base, partial(factory.confidence_threshold, **settings), baseline=DIFFUSION)
+    """A diffusion LM's tokens that are probable enough, at least one per pass, block after block."""
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        rules = BlockRules(
+            block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=threshold, min_fills=1
+        )
+        return _block_by_block(causal(target), rules, attention, cache)
+
+    return _spec(label, weights, base, build, baseline=DIFFUSION)
 
 
 def d2f(
@@ -142,14 +219,19 @@ def d2f(
     activate_ratio: float,
     threshold: float,
 ) -> DecoderSpec:
-    """Several blocks of a diffusion LM at a time, under block-causal attention."""
-    settings: dict[str, Any] = {
-        "block_size": block_size,
-        "append_ratio": append_ratio,
-        "activate_ratio": activate_ratio,
-        "threshold": threshold,
-    }
-    return _spec(label, weights, base, partial(factory.d2f, **settings), baseline=DIFFUSION)
+    """Several blocks of a diffusion LM at a time, under block-causal attention, cached exactly."""
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        rules = BlockRules(
+            block_size=block_size,
+            append_ratio=append_ratio,
+            activate_ratio=activate_ratio,
+            threshold=threshold,
+            min_fills=1,
+        )
+        return _block_diffusion(causal(target), rules, BLOCK_CAUSAL, COMMITTED)
+
+    return _spec(label, weights, base, build, baseline=DIFFUSION)
 
 
 def lopa(
@@ -169,21 +251,55 @@ def lopa(
     confidence_measure: str,
     process_timeout_s: float | None,
 ) -> DecoderSpec:
-    """D2F, or plain diffusion, with lookahead branches."""
-    settings: dict[str, Any] = {
-        "block_size": block_size,
-        "append_ratio": append_ratio,
-        "activate_ratio": activate_ratio,
-        "threshold": threshold,
-        "window_attention": window_attention,
-        "cache": cache,
-        "branches": branches,
-        "branch_score": branch_score,
-        "segment": segment,
-        "confidence_measure": confidence_measure,
-        "process_timeout_s": process_timeout_s,
-    }
-    return _spec(label, weights, base, partial(factory.lopa, **settings), baseline=DIFFUSION)
+    """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM. With a
+    `process_timeout_s` they are divided over processes, which wait for one another so many seconds."""
+
+    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+        rules = BlockRules(
+            block_size=block_size,
+            append_ratio=append_ratio,
+            activate_ratio=activate_ratio,
+            threshold=threshold,
+            min_fills=1,
+        )
+        lookahead = Lookahead(branches=branches, branch_score=branch_score, segment=segment)
+        executor: BranchExecutor = SingleProcess()
+        if process_timeout_s is not None:
+            executor = join_processes(timeout_seconds=process_timeout_s, device=torch.device(target.device))
+        return _block_diffusion(causal(target), rules, window_attention, cache, lookahead, confidence_measure, executor)
+
+    return _spec(label, weights, base, build, baseline=DIFFUSION)
+
+
+def _block_by_block(target: LanguageModel, rules: BlockRules, attention: str | None, cache: str) -> Decoder:
+    """Under the attention that the model was trained with unless told otherwise. Filled blocks cost nothing to cache
+    exactly under block-causal attention."""
+    attention = attention or TrainingRecord.read(target).attention or FULL
+    return _block_diffusion(
+        target, rules, attention, COMMITTED if (attention, cache) == (BLOCK_CAUSAL, NONE) else cache
+    )
+
+
+def _block_diffusion(
+    target: LanguageModel,
+    rules: BlockRules,
+    attention: str,
+    cache: str,
+    lookahead: Lookahead = _NO_LOOKAHEAD,
+    confidence_measure: str = PROBABILITY,
+    executor: BranchExecutor | None = None,
+) -> Decoder:
+    config = DiffusionConfig(
+        rules=rules, attention=attention, cache=cache, lookahead=lookahead, confidence_measure=confidence_measure
+    )
+    trained = TrainingRecord.read(target).attention
+    if trained not in (None, attention):
+        warnings.warn(
+            f"{target.name!r} was trained under {trained} attention, this decoder's is {attention}: its answers "
+            "are not what the model was trained for (results have both)",
+            stacklevel=3,
+        )
+    return BlockDiffusion(target=target, config=config, executor=executor or SingleProcess())
 
 
 def only_diffusion(specs: Iterable[DecoderSpec]) -> bool:

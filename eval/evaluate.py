@@ -27,7 +27,7 @@ from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
 from eval.decoders import DecoderSpec
 from eval.gate import against_generate, timed
-from eval.progress import Meter
+from eval.meter import Meter
 from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
 from eval.reports.table import line
 from eval.results import ANY_SUBSET, AR, DIFFUSION, ResultRow, assemble, kept_ar_check, reference

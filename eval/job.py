@@ -14,11 +14,10 @@ from dspec.atomic import write_json
 from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
 from dspec.config.run_folder import remember_command
 from dspec.config.types import check_types
-from dspec.decoding import factory
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
-from eval.decoders import DecoderSpec, only_diffusion
+from eval.decoders import DecoderSpec, build_ar, only_diffusion
 from eval.evaluate import Evaluation
 from eval.load import LoadedModel, load_model
 from eval.results import AR
@@ -76,4 +75,4 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
 
 
 def _plain_ar() -> DecoderSpec:
-    return DecoderSpec(label="AR", build=factory.autoregressive)
+    return DecoderSpec(label="AR", build=build_ar)

@@ -13,15 +13,13 @@ from typing import Any
 
 from dspec.errors import UserError
 
-EMBEDDED = Path(__file__).resolve().parent.parent / "dspec" / "assets" / "tiny"
-
 
 class JudgeModel:
     """A causal LM of transformers and its tokenizer."""
 
     def __init__(self, *, path: str | None, dtype: str, device: str) -> None:
         """`path`: a folder or a Hub id; None: the embedded base."""
-        self._path, self._dtype, self._device = str(EMBEDDED) if path is None else path, dtype, device
+        self._path, self._dtype, self._device = path, dtype, device
         self.name = "the embedded base" if path is None else path
 
     @cached_property
@@ -30,12 +28,13 @@ class JudgeModel:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from dspec.models.language_model import DTYPES, local_device
+        from dspec.models.language_model import ASSETS, DTYPES, local_device
 
         if self._dtype not in DTYPES:
             raise UserError(f"judge_model.dtype={self._dtype} is unknown; use one of {', '.join(DTYPES)}")
-        folder = Path(self._path).expanduser()
-        path = str(folder) if folder.is_dir() else self._path
+        given = str(ASSETS / "tiny") if self._path is None else self._path
+        folder = Path(given).expanduser()
+        path = str(folder) if folder.is_dir() else given
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, self._dtype))
             tokenizer = AutoTokenizer.from_pretrained(path)

@@ -67,7 +67,7 @@ def pool(parts: Iterable[Mapping[str, Any]]) -> ResultRow:
     tpf = tokens per forward pass that is not prefill, both without the tokens that prefills emitted, and
     tpf_with_prefill = all tokens per all forward passes. A ratio with denominator 0 is None.
 
-    tpf_paper is what papers on diffusion LMs report: all filled slots, also behind the answer's end, per pass.
+    tpf_paper is what papers on diffusion LMs report: all filled slots, also after the answer's end, per pass.
     Rows from before there were such decoders have no `slots_filled`: it is their number of tokens."""
     parts = list(parts)
     total: ResultRow = {name: sum(part[name] for part in parts) for name in COUNTS}

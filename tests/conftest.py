@@ -39,6 +39,7 @@ from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
 from dspec.models.temperatures import Calibration
 from dspec.models.xlnet import XLNet
+from eval import decoders
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 HEADS = (None, "vanilla", "gated", "rnn")
@@ -438,12 +439,18 @@ class OracleProposer:
         return Proposal(torch.tensor(tokens).view(len(text_B), J), torch.tensor(counts))
 
 
+def build_decoder(kind: str, *, target: Any, draft: Draft | None = None, **settings: Any) -> Any:
+    """What a config's `decoder.<kind>` with these keys builds."""
+    spec = getattr(decoders, kind)(label=kind, weights="trained", base=lambda: target, **settings)
+    return spec.build(target=target, draft=draft)
+
+
 @pytest.fixture(scope="session")
 def toys() -> SimpleNamespace:
     names = (
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
         "finished joined Remembering Bound autoregressive speculative jacobi any_subset infilling conditional xlnet "
-        "two_stream_logits"
+        "two_stream_logits build_decoder"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

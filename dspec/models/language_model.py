@@ -46,7 +46,7 @@ from dspec.spans import span
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
-_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _ATTENTION = "dspec"  # attn_implementation name under which our attend is registered
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
@@ -306,9 +306,9 @@ def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
 
 
 def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
-    folder = str(_ASSETS / name)
+    folder = str(ASSETS / name)
     return causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token_id=None))
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(str(_ASSETS / "tiny"))
+    return AutoTokenizer.from_pretrained(str(ASSETS / "tiny"))

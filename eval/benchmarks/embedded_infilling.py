@@ -64,7 +64,7 @@ class FilledFunctions(Functions):
 def check_holes(holes: str) -> str:
     """Raises UserError for an unknown choice."""
     if holes not in HOLES:
-        raise UserError(f"holes={holes} is unknown; say one of {', '.join(HOLES)}")
+        raise UserError(f"holes={holes} is unknown; use one of {', '.join(HOLES)}")
     return holes
 
 

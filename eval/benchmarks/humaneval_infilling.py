@@ -10,7 +10,7 @@ the reference's. Texts longer than the model's context are left out and counted 
 left to right at whatever length, and is cut at the end of its first line. Any decoder can do that.
 
 The released code of AS-ARM drops the first character of each completion and gives an empty one where nothing follows
-the gap (156 of the 1,033 lines): its pass@1 is another number.
+the gap (156 of the 1,033 lines): its pass@1 cannot be compared with this one.
 """
 
 from typing import Any, Unpack
@@ -37,7 +37,7 @@ class HumanEvalInfilling(FileBenchmark):
         """`split`: single_line | multi_line | random_span_light."""
         check_switch(left_to_right=left_to_right)
         if split not in _HUB:
-            raise UserError(f"split={split} is unknown; say one of {', '.join(_HUB)}")
+            raise UserError(f"split={split} is unknown; use one of {', '.join(_HUB)}")
         if left_to_right and split != "single_line":
             raise UserError(
                 f"left_to_right cuts an answer at the end of its line: it needs split=single_line, not {split}"

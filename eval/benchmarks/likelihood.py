@@ -1,4 +1,4 @@
-"""Benchmarks scored by the exact log-likelihood of given answers; nothing is decoded (eval/score.py runs them).
+"""Benchmarks scored by the exact log-likelihood of given answers; nothing is decoded (eval/likelihood/ scores them).
 
 LAMBADA (Paperno et al. 2016, arXiv 1606.06031; rows as in lm-eval's lambada_openai): the last word of a passage, given
 all before it. "accuracy": greedy decoding writes that word; with its log-likelihood, from which the perplexity follows.
@@ -7,7 +7,7 @@ HellaSwag (Zellers et al. 2019, arXiv 1905.07830; texts put together as in lm-ev
 context, of which the likeliest is chosen: "accuracy" by log-likelihood, "normalised" by log-likelihood per character.
 
 AS-ARM's released code scores LAMBADA by samples at temperature 1, and its HellaSwag compares the number of the last
-ending read, not of the likeliest: those numbers are others.
+ending read, not of the likeliest: those numbers cannot be compared with these.
 """
 
 import re

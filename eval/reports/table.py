@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from eval.results import AR, AR_OF_BASE, UNTRUSTED, ResultRow, baseline_label
+from eval.results import ANY_SUBSET, AR, AR_OF_BASE, DIFFUSION, UNTRUSTED, ResultRow, baseline_label
 
 WIDTH = 80
 LOSSLESS = "="  # suffix of the quality of a row whose outputs have the distribution of its baseline's
@@ -126,7 +126,7 @@ def legend(rows: Sequence[ResultRow]) -> str:
     if any(map(marked_lossless, rows)):
         lines.append(f"{LOSSLESS}: lossless, distributed as its {label} row: other quality is chance or rounding.")
     if label == "baseline":
-        lines.append("baseline: any_subset for decoders that can fill holes, AR for the others.")
+        lines.append(f"baseline: {_baselines_by_decoder(rows)}.")
     lines.append(f"x {label}: tokens per second over {named} of the same weights, median over prompts.")
     if (header := _other_reference(rows)) is not None:
         lines.append(f"{header}: the same over {_named_references(rows)}.")
@@ -134,6 +134,13 @@ def legend(rows: Sequence[ResultRow]) -> str:
     if any(map(_undecided, rows)):
         lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
     return "\n".join(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in lines)
+
+
+def _baselines_by_decoder(rows: Sequence[ResultRow]) -> str:
+    """Which decoders each baseline of the table is for."""
+    decoders = {ANY_SUBSET: "decoders that can fill holes", DIFFUSION: "those of diffusion LMs", AR: "the others"}
+    kinds = {row["baseline"].removeprefix("base_") for row in rows}
+    return ", ".join(f"{baseline_label([kind])} for {decoders[kind]}" for kind in decoders if kind in kinds)
 
 
 def _named_references(rows: Sequence[ResultRow]) -> str:

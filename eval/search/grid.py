@@ -32,7 +32,7 @@ from eval.benchmarks.base import Benchmark, Item
 from eval.evaluate import rotated
 from eval.gate import timed
 from eval.load import load_model
-from eval.progress import Meter
+from eval.meter import Meter
 from eval.prompts import encode
 from eval.search.roofline import Roofline, measure_roofline, pass_cost
 from eval.search.settings import SearchSettings
@@ -136,19 +136,25 @@ def point(
     }
 
 
+def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> list[tuple[Benchmark, Item]]:
+    """The first `limit` items of each benchmark. Raises UserError for one that has holes to fill."""
+    chosen = [(benchmark, item) for benchmark in benchmarks.values() for item in benchmark.items()[:limit]]
+    if any(item.infills for _, item in chosen):
+        raise UserError("the search decodes from left to right, it fills no holes: use benchmark=tiny or another one")
+    return chosen
+
+
 def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSettings) -> None:
     """Runs one search and writes its results to Hydra's run folder."""
     quiet()
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     torch.set_num_threads(torch.get_num_threads())
+    chosen = left_to_right(benchmarks, limit=cfg.limit)
     loaded = load_model(cfg)
     prompts = [
         (benchmark, item, encode(loaded.target.tokenizer, benchmark, item, loaded.policy).ids)
-        for benchmark in benchmarks.values()
-        for item in benchmark.items()[: cfg.limit]
+        for benchmark, item in chosen
     ]
-    if any(item.response is not None for _, item, _ in prompts):
-        raise UserError("the search decodes from left to right, it fills no holes: use benchmark=tiny or another one")
     if not prompts:
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
     log.info("searching %d configurations on %d prompts in %s", len(settings.configs), len(prompts), run_dir)

@@ -31,8 +31,8 @@ Line = dict[str, Any]
 
 
 def round_profile(decoder: Decoder, requests: Sequence[Request], *, device: torch.device, batch_size: int) -> Line:
-    """Milliseconds of a prompt's round (for plain AR: of a token) by span, prefill excluded. In batches of
-    `batch_size`, whose rows share a pass, it is one row's share of the pass.
+    """Milliseconds of a prompt's round (for plain AR: of a token) by span, without the prefill if there is one. In
+    batches of `batch_size`, whose rows share a pass, it is one row's share of the pass.
 
     `spans` are timed with a synchronisation at both ends of each; `between spans` is the rest of a round: the host's
     own work. `unsynchronised` is a round without synchronisation; if a GPU runs asynchronously it is less than the sum.
@@ -45,8 +45,10 @@ def round_profile(decoder: Decoder, requests: Sequence[Request], *, device: torc
         generations = [generation for batch in batches for generation in decode(decoder, batch)]
         return generations, clock.now() - start
 
-    timed(requests)  # warm-up
-    _, prefill = timed([_first_token(request) for request in requests])
+    warm_up, _ = timed(requests)
+    prefill = 0.0
+    if any(g.prefill_forwards for g in warm_up):  # diffusion decoding has none
+        _, prefill = timed([_first_token(request) for request in requests])
     generations, plain = timed(requests)
     with Profile(device) as profile:
         _, total = timed(requests)
@@ -57,14 +59,15 @@ def round_profile(decoder: Decoder, requests: Sequence[Request], *, device: torc
     def per_round(seconds: float) -> float:
         return 1000 * seconds / rounds
 
+    in_prefill = profile.seconds.get(PREFILL, 0.0)
     spans = {path: per_round(seconds) for path, seconds in profile.seconds.items() if path.split("/")[0] != PREFILL}
     outer = sum(seconds for path, seconds in profile.seconds.items() if "/" not in path and path != PREFILL)
     return {
         "rounds": rounds,
-        "milliseconds": per_round(total - profile.seconds[PREFILL]),
+        "milliseconds": per_round(total - in_prefill),
         "unsynchronised": per_round(plain - prefill),
         "spans": spans,
-        "between spans": per_round(total - profile.seconds[PREFILL] - outer),
+        "between spans": per_round(total - in_prefill - outer),
     }
 
 

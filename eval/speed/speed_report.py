@@ -41,7 +41,7 @@ class SpeedReport:
                 if (s.benchmark, s.temperature, s.decoder)
                 == (row["benchmark"], row["decoder"]["temperature"], row["decoder"]["name"])
             ]
-            line = {name: row[name] for name in ("benchmark", "method", "quality", "tau", "speedup")}
+            line = {name: row[name] for name in ("benchmark", "method", "baseline", "quality", "tau", "speedup")}
             line |= {"decoder": row["decoder"]["name"], "temperature": row["decoder"]["temperature"]}
             line |= speeds(chosen, price_per_hour=self.settings.price_per_hour)
             lines.append(
@@ -83,7 +83,7 @@ class SpeedReport:
                 device=target.device,
                 batch_size=size,
             )
-            about = {"decoder": key, "method": spec.label, "benchmark": name}
+            about = {"decoder": key, "method": spec.label, "baseline": spec.baseline, "benchmark": name}
             rounds.append(about | {"batch_size": size} | profile)
         first = {
             row["decoder"]["name"]: row

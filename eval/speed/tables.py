@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.reports.plots import plot_costs, plot_rounds, plot_tau_by_position
-from eval.reports.table import WIDTH, aligned, number
-from eval.results import UNTRUSTED
+from eval.reports.table import WIDTH, aligned, number, over_ar
+from eval.results import UNTRUSTED, baseline_label
 
 _ABREAST = 4  # decoders per table of rounds
 _HEADS = {"forward": "pass", "lm_head": "LM head", "sequential_head": "seq. head"}
@@ -16,7 +16,8 @@ Line = dict[str, Any]
 
 
 def speed_table(lines: Sequence[Line], *, trusted: bool) -> str:
-    """Quality, then tokens per second as in LoPA's table: over all, of the fastest batch, of the ten fastest."""
+    """Quality, then tokens per second as in LoPA's table: over all, of the fastest batch, of the ten fastest.
+    `trusted` is whether AR kept up with generate; speedups over another baseline stay marked."""
     priced = any(line["price_per_million"] is not None for line in lines)
     headers = [
         "method",
@@ -26,7 +27,7 @@ def speed_table(lines: Sequence[Line], *, trusted: bool) -> str:
         "max",
         "top 10",
         "s/sample",
-        "x AR",
+        f"x {baseline_label(line['baseline'] for line in lines)}",
         *(["per 1M"] if priced else []),
     ]
     cells = [
@@ -36,12 +37,16 @@ def speed_table(lines: Sequence[Line], *, trusted: bool) -> str:
             number(line["tau"], ".2f"),
             *(f"{line[name]:.0f}" for name in ("average", "max", "top10")),
             f"{line['seconds_per_sample']:.3f}",
-            f"{line['speedup']:.2f}{'' if trusted else UNTRUSTED}",
+            f"{line['speedup']:.2f}{_mark(line, trusted=trusted)}",
             *([number(line["price_per_million"], ".2f")] if priced else []),
         ]
         for line in lines
     ]
     return aligned(headers, cells, titles=[f"{line['benchmark']}, T={line['temperature']:g}" for line in lines])
+
+
+def _mark(line: Line, *, trusted: bool) -> str:
+    return "" if trusted and over_ar(line["baseline"]) else UNTRUSTED
 
 
 def round_tables(rounds: Sequence[Line], *, trusted: bool) -> str:
@@ -65,9 +70,8 @@ def _round_table(rounds: Sequence[Line], names: Sequence[str], *, trusted: bool)
     cells.append(["between spans", *(_share(r["between spans"], r["milliseconds"]) for r in rounds)])
     cells.append(["round", *(f"{r['milliseconds']:.2f}     " for r in rounds)])
     cells.append(["without barriers", *(f"{r['unsynchronised']:.2f}     " for r in rounds)])
-    mark = "" if trusted else UNTRUSTED
     for key, label, form in (("ideal", "ideal speedup", ".2f"), ("achieved", "achieved of it", ".0%")):
-        shown = ["–" if r["ideal"] is None else f"{r['ideal'][key]:{form}}{mark}" for r in rounds]
+        shown = ["–" if r["ideal"] is None else f"{r['ideal'][key]:{form}}{_mark(r, trusted=trusted)}" for r in rounds]
         cells.append([label, *shown])
     methods = [textwrap.wrap(r["method"], 13) for r in rounds]
     deep = max(map(len, methods))
@@ -120,11 +124,21 @@ def report(done: Line, *, width: int, trusted: bool, run_dir: Path) -> None:
         texts.append(cost_table("draft K slots", done["draft_cost"], ("forward", "lm_head", "sequential_head")))
     if any(line["tau_by_position"] for line in done["speeds"]):
         texts.append(position_text(done["speeds"], width))
-    if not trusted:
-        texts.append(f"{UNTRUSTED} speedups over an AR loop not shown to keep up (see above)")
+    if notes := untrusted_notes(done["speeds"], trusted=trusted):
+        texts.append(notes)
     print("\n\n".join(texts))
     _plots(done, run_dir / "plots")
     print(f"speed.json and plots: {run_dir}")
+
+
+def untrusted_notes(lines: Sequence[Line], *, trusted: bool) -> str:
+    """What the mark says; "" if no line bears it."""
+    baselines, notes = {line["baseline"] for line in lines}, []
+    if not trusted and any(map(over_ar, baselines)):
+        notes.append(f"{UNTRUSTED} speedups over an AR loop not shown to keep up (see above)")
+    if others := {name for name in baselines if not over_ar(name)}:
+        notes.append(f"{UNTRUSTED} {baseline_label(others)} cannot be timed against transformers' generate")
+    return "\n".join(notes)
 
 
 def _plots(done: Line, folder: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from dspec.decoding import loop
 from dspec.decoding import speculative as decoding
-from dspec.decoding.factory import speculative
 from dspec.decoding.generation import Generation
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer, Proposal
 from dspec.decoding.sampling import Sampling
@@ -320,17 +319,17 @@ def test_calibration_is_used_for_the_drafts_it_was_fitted_on(
     build = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.5} | options
     warns = nullcontext() if fitted else pytest.warns(UserWarning, match=r"not used, confidences stay raw")
     with warns:
-        decoder = speculative(target=target, draft=draft, **build)
+        decoder = toys.build_decoder("speculative", target=target, draft=draft, **build)
     assert isinstance(decoder, Speculative)
     assert decoder.policy.calibration == (draft.metadata.calibration if fitted else None)
     assert decoder.settings(toys.GREEDY)["sts"] is fitted
     with warnings.catch_warnings():  # nothing is used, nothing is said
         warnings.simplefilter("error")
-        assert "sts" not in speculative(target=target, draft=draft, **build | {"confidence_threshold": 0.0}).settings(
-            toys.GREEDY
-        )
+        assert "sts" not in toys.build_decoder(
+            "speculative", target=target, draft=draft, **build | {"confidence_threshold": 0.0}
+        ).settings(toys.GREEDY)
         draft.metadata.calibration = None
-        assert not speculative(target=target, draft=draft, **build).settings(toys.GREEDY)["sts"]
+        assert not toys.build_decoder("speculative", target=target, draft=draft, **build).settings(toys.GREEDY)["sts"]
 
 
 def test_a_drafter_without_a_head_is_calibrated_as_it_is(toys: SimpleNamespace) -> None:

@@ -9,11 +9,10 @@ import yaml
 
 from dspec.config.compose import CONF, VARIANTS, composed, instantiate_decoders
 from dspec.config.recipes import store_variants, variants
-from dspec.decoding import factory
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
-from eval.decoders import on_base
+from eval.decoders import build_ar, on_base
 
 FILES = sorted(path.stem for path in (CONF / "decoder").glob("*.yaml"))
 BASES = ["base_autoregressive", "base_jacobi_single", "base_jacobi_recycling", "base_jacobi_multiblock", "base_jacobi"]
@@ -51,7 +50,7 @@ def test_the_base_is_loaded_once_and_not_before_it_is_needed(loads: list[Languag
 def test_the_base_decodes_in_the_targets_dtype(toys: SimpleNamespace) -> None:
     """Trained weights may have been cast; a baseline in another precision would be another baseline."""
     target, base = toys.target(), toys.target(seed=1, dtype=torch.float32)
-    decoder = on_base(target=target, draft=None, base=lambda: base, build=factory.autoregressive)
+    decoder = on_base(target=target, draft=None, base=lambda: base, build=build_ar)
     assert decoder.target is base  # type: ignore[attr-defined]
     assert base.dtype == target.dtype == torch.float64
 

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from data.chat import PromptPolicy
-from dspec.decoding import factory
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
-from eval.decoders import DecoderSpec, on_base
+from eval.decoders import DecoderSpec, build_ar, on_base, prompt_lookup
 from eval.evaluate import Evaluation
 from eval.reports.table import gate_note, table
 from eval.samples import SampleLog, read_samples
@@ -59,13 +58,14 @@ def evaluation(floor: float, **change: Any) -> Evaluation:
     return Evaluation(**(options | change))
 
 
-def lookup(**kwargs: object) -> object:
-    return factory.prompt_lookup(num_drafts=4, max_ngram=2, **kwargs)  # type: ignore[arg-type]
+def never() -> LanguageModel:
+    raise AssertionError("the base is not loaded")
 
 
+LOOKUP = prompt_lookup(label="prompt lookup", weights="trained", base=never, num_drafts=4, max_ngram=2)
 SPECS = {
-    "autoregressive": DecoderSpec(label="AR", build=factory.autoregressive),
-    "lookup": DecoderSpec(label="prompt lookup", build=lookup),  # type: ignore[arg-type]
+    "autoregressive": DecoderSpec(label="AR", build=build_ar),
+    "lookup": LOOKUP,
 }
 PROMPTS = ["Tom has 3 pens.", "Say one two one two one two.", "def f(a, b):", "Ann had 7 apples.", "Once upon a time"]
 
@@ -357,14 +357,14 @@ def test_each_spec_stands_against_the_baseline_of_its_own_weights(tmp_path: Path
     trained, base = (embedded_target(dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():
         trained.embed_tokens.weight.mul_(1.3)
-    own = {"base": lambda: base, "build": factory.autoregressive}
+    own = {"base": lambda: base, "build": build_ar}
     specs = {
         "base_autoregressive": DecoderSpec(
             label="AR base", build=partial(on_base, **own), baseline="base_autoregressive"
         ),
         "base_lookup": DecoderSpec(
             label="base, lookup",
-            build=partial(on_base, base=lambda: base, build=lookup),
+            build=partial(on_base, base=lambda: base, build=LOOKUP.build),
             baseline="base_autoregressive",
         ),
         **SPECS,

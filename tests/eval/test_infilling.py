@@ -9,7 +9,6 @@ import torch
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from dspec.config.compose import composed, instantiate, instantiate_decoders
-from dspec.decoding import factory
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.generation import Generation
 from dspec.decoding.loop import Decoder
@@ -18,7 +17,7 @@ from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
 from eval.benchmarks.embedded_infilling import FilledFunctions, FilledProblems, equations_hold
-from eval.decoders import DecoderSpec
+from eval.decoders import DecoderSpec, build_ar
 from eval.evaluate import Evaluation
 from eval.prompts import encode
 from eval.results import ANY_SUBSET, AR
@@ -149,7 +148,7 @@ def test_what_is_hidden_is_said(holes: str) -> None:
 
 
 def test_unknown_holes() -> None:
-    with pytest.raises(UserError, match="holes=lines is unknown; say one of random, span, line"):
+    with pytest.raises(UserError, match="holes=lines is unknown; use one of random, span, line"):
         FilledProblems(count=1, holes="lines", hidden=0.5, seed=0)
 
 
@@ -186,7 +185,7 @@ def _evaluate(target: LanguageModel, folder: Path, specs: dict[str, DecoderSpec]
 
 def test_rows_of_an_infilling_benchmark(target: LanguageModel, problems: FilledProblems, tmp_path: Path) -> None:
     """AR is not asked; speeds refer to the sequential decoder; greedy ASSD fills in the same tokens in fewer passes."""
-    specs = {AR: DecoderSpec(label="AR", build=factory.autoregressive), **SPECS}
+    specs = {AR: DecoderSpec(label="AR", build=build_ar), **SPECS}
     rows = _evaluate(target, tmp_path, specs, filled=problems)["rows"]
     assert [row["decoder"]["name"] for row in rows] == [ANY_SUBSET, "assd"]
     sequential, assd = rows
@@ -219,7 +218,7 @@ def test_the_base_fills_holes_next_to_the_trained_model(problems: FilledProblems
 def test_the_decoder_that_speeds_refer_to_must_be_there(
     target: LanguageModel, problems: FilledProblems, tmp_path: Path
 ) -> None:
-    plain = {AR: DecoderSpec(label="AR", build=factory.autoregressive)}
+    plain = {AR: DecoderSpec(label="AR", build=build_ar)}
     with pytest.raises(UserError, match="must contain any_subset"):
         _evaluate(target, tmp_path, plain, filled=problems)
 

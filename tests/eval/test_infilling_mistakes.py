@@ -51,7 +51,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
             [*FILL, "benchmark.humaneval_infilling.split=two"],
             {},
             "",
-            "split=two is unknown; say one of single_line",
+            "split=two is unknown; use one of single_line",
         ),
         (score.main, SCORE, {}, " Tom", "text 0 has no visible token"),
         (

@@ -16,11 +16,11 @@ from dspec.decoding.likelihood import Continuation, log_likelihoods
 from dspec.errors import UserError
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.likelihood import HellaSwag, Lambada, Question
-from eval.reports.likelihoods import perplexity
+from eval.likelihood.run import encode
+from eval.likelihood.table import perplexity
 from eval.results import load, load_verdicts
 from eval.run import main as decode_main
 from eval.score import main
-from eval.scoring import encode
 
 PASSAGES = [
     "Tom has 3 pens and buys 4 more pens. How many pens has Tom",

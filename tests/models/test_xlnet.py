@@ -10,7 +10,6 @@ import torch
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from data.embedded.target import fresh_xlnet
-from dspec.decoding import factory
 from dspec.decoding.any_subset import RowQuery, query_logits
 from dspec.errors import UserError
 from dspec.methods.ar_base import ARBase
@@ -110,11 +109,11 @@ def test_a_folder_of_its_own(tmp_path: Path) -> None:
         assert torch.equal(weight, read.model.state_dict()[name]), name
 
 
-def test_what_writes_from_left_to_right_refuses_it() -> None:
+def test_what_writes_from_left_to_right_refuses_it(toys: SimpleNamespace) -> None:
     of = fresh_xlnet(**SMALL)
     for refused in (
-        lambda: factory.autoregressive(target=of, draft=None),
-        lambda: factory.prompt_lookup(target=of, draft=None, num_drafts=2, max_ngram=2),
+        lambda: toys.build_decoder("autoregressive", target=of, draft=None),
+        lambda: toys.build_decoder("prompt_lookup", target=of, draft=None, num_drafts=2, max_ngram=2),
         lambda: ARBase(target=of, chunk_mb=1.0),  # type: ignore[arg-type]
         lambda: build_draft(
             target=of, num_layers=1, intermediate_size=None, block_size=4, layout="anchor_first", num_taps=1,

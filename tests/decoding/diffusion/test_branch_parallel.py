@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dspec.decoding import factory
 from dspec.decoding.diffusion import branch_parallel
 from dspec.decoding.diffusion.block_state import Guess
 from dspec.decoding.diffusion.branch_parallel import DistributedBranches, join_processes
@@ -24,6 +23,7 @@ from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError
+from eval import decoders
 
 VOCAB = 11
 CPU = torch.device("cpu")
@@ -38,7 +38,9 @@ def lopa(target: Any, executor: Any, **change: Any) -> Any:
         "block_size": 4, "append_ratio": 0.5, "activate_ratio": 0.7, "threshold": 0.6, "branches": 3,
         "branch_score": "mean", "segment": 1, "confidence_measure": "probability",
     }  # fmt: skip
-    made = factory.lopa(target=target, draft=None, process_timeout_s=None, **common | change)
+    settings = common | change
+    spec = decoders.lopa(label="LoPA", weights="trained", base=lambda: target, process_timeout_s=None, **settings)
+    made: Any = spec.build(target=target, draft=None)
     made.executor = executor or SingleProcess()
     return made
 

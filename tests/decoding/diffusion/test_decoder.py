@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.decoding import factory
 from dspec.decoding.diffusion import decoder as diffusion
 from dspec.decoding.diffusion.block_state import BlockRules
 from dspec.decoding.diffusion.decoder import BlockDiffusion, DiffusionConfig
@@ -272,13 +271,12 @@ def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling)
     target, asked = model(toys, 6), some(7, 8, samplings=[sampling])
     common: dict[str, Any] = {
         "target": target,
-        "draft": None,
         "block_size": 5,
         "append_ratio": 0.2,
         "activate_ratio": 0.6,
         "threshold": 0.4,
     }
-    plain = decode(factory.d2f(**common), asked)
+    plain = decode(toys.build_decoder("d2f", **common), asked)
     ahead = {
         "branch_score": "mean",
         "segment": 1,
@@ -286,7 +284,7 @@ def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling)
         "cache": "committed",
         "process_timeout_s": None,
     }
-    lopa = factory.lopa(**common, **ahead, window_attention="block_causal", branches=0)
+    lopa = toys.build_decoder("lopa", **common, **ahead, window_attention="block_causal", branches=0)
     assert [trace(one) for one in decode(lopa, asked)] == [trace(one) for one in plain]
     for request, one in zip(asked, plain, strict=True):
         if sampling.greedy:
@@ -296,9 +294,16 @@ def test_lopa_without_branches_is_d2f(toys: SimpleNamespace, sampling: Sampling)
 def test_d2f_with_one_block_is_the_threshold_decoder(toys: SimpleNamespace) -> None:
     """Under the same mask, whatever the shares at which blocks would be appended."""
     target, asked = model(toys, 7), some(8, 8, samplings=[GREEDY, WARM])
-    d2f = factory.d2f(target=target, draft=None, block_size=None, append_ratio=0.1, activate_ratio=0.95, threshold=0.4)
-    plain = factory.confidence_threshold(
-        target=target, draft=None, threshold=0.4, block_size=None, attention="block_causal", cache="none"
+    rules = {"block_size": None, "append_ratio": 0.1, "activate_ratio": 0.95, "threshold": 0.4}
+    d2f = toys.build_decoder("d2f", target=target, **rules)
+    plain = toys.build_decoder(
+        "confidence_threshold",
+        target=target,
+        draft=None,
+        threshold=0.4,
+        block_size=None,
+        attention="block_causal",
+        cache="none",
     )
     assert [trace(one) for one in decode(d2f, asked)] == [trace(one) for one in decode(plain, asked)]
 
@@ -307,17 +312,17 @@ def test_the_baseline_fills_one_token_a_pass(toys: SimpleNamespace) -> None:
     target, asked = model(toys, 8), some(2, 8)
     for attention in (None, "full", "block_causal"):
         for block_size in (None, 4):
-            one = factory.diffusion(
-                target=target, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
+            one = toys.build_decoder(
+                "diffusion", target=target, draft=None, tokens_per_step=1, block_size=block_size, attention=attention
             )
             assert one.lossless
             for made in decode(one, asked):
                 assert all(p.filled + p.beyond == 1 for p in made.passes)
                 assert made.nfe >= len(made.tokens)
-    two = factory.diffusion(target=target, draft=None, tokens_per_step=2, block_size=None, attention=None)
+    two = toys.build_decoder("diffusion", target=target, tokens_per_step=2, block_size=None, attention=None)
     assert not two.lossless
-    assert not factory.d2f(
-        target=target, draft=None, block_size=4, append_ratio=0.1, activate_ratio=1.0, threshold=0.9
+    assert not toys.build_decoder(
+        "d2f", target=target, draft=None, block_size=4, append_ratio=0.1, activate_ratio=1.0, threshold=0.9
     ).lossless
     assert all(p.filled + p.beyond == 2 for made in decode(two, asked) for p in made.passes[:-1])
 
@@ -568,13 +573,15 @@ def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -
     target = model(toys)
     target.model.config.dspec_attention, target.model.config.dspec_block_size = "bidirectional", 8
     with pytest.warns(UserWarning, match="trained under full attention, this decoder's is block_causal"):
-        one = factory.d2f(target=target, draft=None, block_size=4, append_ratio=0.1, activate_ratio=0.95, threshold=0.9)
+        one = toys.build_decoder(
+            "d2f", target=target, block_size=4, append_ratio=0.1, activate_ratio=0.95, threshold=0.9
+        )
     told = one.settings(GREEDY)
     assert (told["attention"], told["trained_attention"], told["trained_block_size"]) == ("block_causal", "full", 8)
-    plain = factory.diffusion(target=target, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=None, attention=None)
     assert plain.settings(GREEDY)["attention"] == "full"
     target.model.config.dspec_attention = "block_causal"
-    plain = factory.diffusion(target=target, draft=None, tokens_per_step=1, block_size=None, attention=None)
+    plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=None, attention=None)
     assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
     target.model.config.dspec_attention = "sideways"
     with pytest.raises(UserError, match="dspec_attention=sideways"):

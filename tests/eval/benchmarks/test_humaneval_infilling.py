@@ -14,13 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from data.chat import PromptPolicy
 from dspec.config.compose import ROOT, composed
-from dspec.decoding import factory
 from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 from eval.benchmarks.base import Item
 from eval.benchmarks.humaneval_infilling import HumanEvalInfilling
-from eval.decoders import ANY_SUBSET, DecoderSpec, any_subset
+from eval.decoders import ANY_SUBSET, DecoderSpec, any_subset, build_ar
 from eval.evaluate import Evaluation
 from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
 from eval.reports.table import table
@@ -162,7 +161,7 @@ def test_left_to_right_takes_the_first_line(
 
 def test_what_makes_no_sense_is_one_line(benchmark_of: Any) -> None:
     with pytest.raises(
-        UserError, match="split=lines is unknown; say one of single_line, multi_line, random_span_light"
+        UserError, match="split=lines is unknown; use one of single_line, multi_line, random_span_light"
     ):
         benchmark_of(ROW, split="lines")
     with pytest.raises(UserError, match=r"left_to_right .* needs split=single_line, not multi_line"):
@@ -194,7 +193,7 @@ def test_a_tokenizer_that_changes_a_text_is_told(benchmark_of: Any) -> None:
 
 SPECS = {
     ANY_SUBSET: any_subset(label="any-subset", weights="trained", base=lambda: None),  # type: ignore[arg-type, return-value]
-    AR: DecoderSpec(label="AR", build=factory.autoregressive),
+    AR: DecoderSpec(label="AR", build=build_ar),
 }
 
 

@@ -87,6 +87,13 @@ FILLED: dict[str, Any] = {"baseline": "any_subset", "reference": "any_subset", "
 UNTIMED = {"trusted": None, "ar_over_generate": None, "interval_95": None, "batches": 0, "batch_size": 1, "floor": 0.9}
 
 
+def test_the_legend_names_diffusion_among_the_baselines() -> None:
+    diffusion = {"baseline": "diffusion", "reference": "diffusion", "benchmark": "problems"}
+    text = " ".join(legend([made("AR", decoder=PLAIN), made("D2F") | diffusion]).split())
+    assert "baseline: diffusion for those of diffusion LMs, AR for the others." in text
+    assert "any_subset" not in text
+
+
 def test_a_table_of_infilling_names_the_baseline_that_was_used() -> None:
     """AR fills no holes: nothing in the table, its legend and its note may say that speeds are over AR."""
     rows = [

@@ -16,7 +16,7 @@ from dspec.errors import UserError
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.base import Item
 from eval.search.__main__ import main
-from eval.search.grid import Search, point
+from eval.search.grid import Search, left_to_right, point
 from eval.search.roofline import Roofline, measure_roofline, pass_cost
 from eval.search.settings import SearchSettings
 from eval.search.tables import name, show, verdict
@@ -116,6 +116,16 @@ def test_holes_are_not_searched(
         main()
     assert ended.value.code == 2
     assert "it fills no holes" in capsys.readouterr().err
+
+
+def test_a_gap_between_given_texts_is_a_hole() -> None:
+    """Such items have no response, but parts: they would be decoded with the gap cut out of the prompt."""
+    gap = Item("code/0", "Fill in.", parts=(("def f():\n", False), ("    return 1\n", True), ("f()\n", False)))
+    plain = Item("plain/0", "Write.")
+    benchmarks: Any = {"code": SimpleNamespace(items=lambda: [plain, gap])}
+    with pytest.raises(UserError, match="it fills no holes"):
+        left_to_right(benchmarks, limit=None)
+    assert left_to_right(benchmarks, limit=1) == [(benchmarks["code"], plain)]
 
 
 def test_each_configuration_is_warmed_up_judged_and_first_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass, Request, make_requests
+from dspec.decoding.loop import decode
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.state import State
@@ -26,7 +28,7 @@ from eval.rows import counts
 from eval.samples import Sample
 from eval.speed.__main__ import main
 from eval.speed.costs import achieved_over_ideal, draft_cost, round_profile, speeds, tau_by_position, verify_cost
-from eval.speed.tables import cost_table, position_text, round_tables, speed_table
+from eval.speed.tables import cost_table, position_text, round_tables, speed_table, untrusted_notes
 
 CPU = torch.device("cpu")
 SMALL = {"tokens": [1, 2, 5], "contexts": [3, 9], "repeats": 2, "seed": 0}
@@ -138,6 +140,24 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
         round_profile(decoder.decoder, _greedy(texts, 1), device=CPU, batch_size=1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("diffusion", {"tokens_per_step": 1, "block_size": None, "attention": None}),
+        ("d2f", {"block_size": 8, "append": 0.1, "activate": 0.95, "threshold": 0.9}),
+    ],
+)
+def test_diffusion_decoding_has_no_prefill(toys: SimpleNamespace, kind: str, settings: dict[str, Any]) -> None:
+    """All of its passes are rounds; a request for one token would be shorter than a block."""
+    decoder = toys.build_decoder(kind, target=toys.target(vocab=24), **settings)
+    requests = _greedy(toys.prompts(random.Random(0), 2, vocab=20), 8)
+    line = round_profile(decoder, requests, device=CPU, batch_size=1)
+    assert line["rounds"] == sum(g.nfe for g in decode(decoder, requests))
+    outer = [ms for path, ms in line["spans"].items() if "/" not in path]
+    assert sum(outer) + line["between spans"] == pytest.approx(line["milliseconds"])
+    assert min(line["spans"]["target"], line["spans"]["target LM head"], line["unsynchronised"]) > 0
+
+
 def test_filling_in_is_profiled_at_the_positions_asked_for(toys: SimpleNamespace) -> None:
     """Positions are cut with the tokens where only the first token is wanted."""
     target = toys.target()
@@ -196,7 +216,8 @@ def test_the_tables_fit_80_columns() -> None:
     methods = ["AR", "mine, K=2 + recycling", "mine, refined once", "mine, refined twice", "prompt lookup"]
     spans = {"target": 12.34, "target/attention": 3.21, "target LM head": 4.56, "draft context": 1.23}
     rounds = [
-        {"method": m, "benchmark": "problems_unseen", "batch_size": 16, "spans": spans, "between spans": 0.5,
+        {"method": m, "baseline": "autoregressive", "benchmark": "problems_unseen", "batch_size": 16,
+         "spans": spans, "between spans": 0.5,
          "milliseconds": 123.45, "unsynchronised": 120.0,
          "ideal": None if m == "AR" else {"ideal": 2.5, "achieved": 0.8}}
         for m in methods
@@ -204,6 +225,7 @@ def test_the_tables_fit_80_columns() -> None:
     bins = [{"start": 32 * i, "rounds": 1234, "tau": 12.34} for i in range(16)]
     speeds = [
         {"method": m, "benchmark": "problems_unseen", "temperature": 1.0, "quality": 1.0, "tau": 12.34,
+         "baseline": "autoregressive",
          "speedup": 12.34, "average": 12345.6, "max": 12345.6, "top10": 12345.6, "seconds_per_sample": 123.456,
          "price_per_million": 123.45, "tau_by_position": bins}
         for m in methods
@@ -223,6 +245,14 @@ def test_the_tables_fit_80_columns() -> None:
     assert texts[0].count("12.34*") == len(methods)
     assert texts[1].count("2.50*") == len(methods) - 1
     assert "*" not in speed_table(speeds, trusted=True) + round_tables(rounds, trusted=True)
+    assert untrusted_notes(speeds, trusted=True) == ""
+    others = [line | {"baseline": "diffusion"} for line in speeds]  # AR's check says nothing of it
+    text = speed_table(others, trusted=True)
+    assert "x diffusion" in text
+    assert "AR" not in text.splitlines()[0]
+    assert text.count("12.34*") == len(methods)
+    assert round_tables([r | {"baseline": "diffusion"} for r in rounds], trusted=True).count("2.50*") == 4
+    assert untrusted_notes(others, trusted=True).startswith("* diffusion cannot be timed")
     assert texts[1].count("between spans") == 2  # four decoders abreast, the fifth below
     assert "verify K tokens after L=4096 tokens, ms" in texts[2]
     assert texts[3].count("480+: 12.34 (1234)") == len(methods)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dspec.models.language_model import ModelOutput
-from eval import benchmarks_speed
-from eval.benchmarks_speed import added_memory, cases, main
+from eval.speed.forms import __main__ as benchmarks_speed
+from eval.speed.forms.__main__ import added_memory, cases, main
 
 SMALL = cases(small=True)
 

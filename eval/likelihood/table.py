@@ -8,9 +8,9 @@ from eval.reports.table import aligned, number
 from eval.results import ResultRow
 
 
-def perplexity(of: ResultRow) -> float | None:
+def perplexity(row: ResultRow) -> float | None:
     """exp of minus the mean log-likelihood of an answer; None where the benchmark has no such score."""
-    found = of["scores"].get("log_likelihood")
+    found = row["scores"].get("log_likelihood")
     return None if found is None else math.exp(-found["mean"])
 
 

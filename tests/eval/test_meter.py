@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from eval.progress import Meter
+from eval.meter import Meter
 
 
 def test_plain_lines_now_and_then() -> None:

@@ -31,9 +31,9 @@ from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
 from eval.decoders import DecoderSpec
 from eval.gate import timed
+from eval.likelihood.table import perplexity, score_table
 from eval.load import LoadedModel, load_model
-from eval.progress import Meter
-from eval.reports.likelihoods import perplexity, score_table
+from eval.meter import Meter
 from eval.results import ResultRow, assemble
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
@@ -85,7 +85,7 @@ class Task:
     left_out: int  # questions that cannot be scored
 
 
-def task(model: Backbone, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
+def encoded_task(model: Backbone, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
     """Leaves out what cannot be scored, with a warning. Raises UserError if nothing is left."""
     texts = []
     unfit: list[str] = []
@@ -99,8 +99,8 @@ def task(model: Backbone, name: str, benchmark: LikelihoodBenchmark, *, any_subs
         else:
             texts.append((question, answers))
     if unfit:
-        of = len(texts) + len(unfit)
-        which = f"{len(unfit)} of {of} questions of {name} cannot be scored (first: {unfit[0]})"
+        total = len(texts) + len(unfit)
+        which = f"{len(unfit)} of {total} questions of {name} cannot be scored (first: {unfit[0]})"
         if not texts:
             raise UserError(which)
         log.warning("%s: left out", which)
@@ -114,7 +114,7 @@ def run_scoring(cfg: DictConfig, benchmarks: Mapping[str, LikelihoodBenchmark], 
     loaded = load_model(cfg)
     distributions = {name: distribution(name, spec, loaded) for name, spec in instantiate_decoders(cfg).items()}
     joint = any(one.any_subset for one in distributions.values())  # all score the same questions
-    tasks = [task(loaded.target, name, benchmark, any_subset=joint) for name, benchmark in benchmarks.items()]
+    tasks = [encoded_task(loaded.target, name, benchmark, any_subset=joint) for name, benchmark in benchmarks.items()]
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run = _provenance(loaded, plain, tasks)
     log.info("scoring %s in %s", loaded.target.name, run_dir)
@@ -165,11 +165,13 @@ def _ids(answers: Sequence[Continuation]) -> list[int]:
     return [token for answer in answers for token in (*answer.context, *answer.tokens)]
 
 
-def _score(of: Task, distributions: Mapping[str, Distribution], batch_size: int, kept: SampleLog, meter: Meter) -> None:
+def _score(
+    task: Task, distributions: Mapping[str, Distribution], batch_size: int, kept: SampleLog, meter: Meter
+) -> None:
     """Scores the questions that `kept` has no samples of."""
-    before = kept.select(of.name, GREEDY.temperature)
+    before = kept.select(task.name, GREEDY.temperature)
     scored, first = {s.id for s in before}, 1 + max((s.batch for s in before), default=-1)
-    rest = [text for text in of.texts if text[0].id not in scored]
+    rest = [text for text in task.texts if text[0].id not in scored]
     for at in range(0, len(rest), batch_size):
         batch, found = rest[at : at + batch_size], list[Sample]()
         flat = [answer for _, answers in batch for answer in answers]
@@ -178,7 +180,7 @@ def _score(of: Task, distributions: Mapping[str, Distribution], batch_size: int,
             likelihoods, seconds = timed(one.model, work)
             each = iter(likelihoods)
             found += [
-                _sample(of, key, number=first + at // batch_size, question=question, answers=answers,
+                _sample(task, key, number=first + at // batch_size, question=question, answers=answers,
                         likelihoods=[next(each) for _ in answers], seconds=seconds)
                 for question, answers in batch
             ]  # fmt: skip
@@ -187,7 +189,7 @@ def _score(of: Task, distributions: Mapping[str, Distribution], batch_size: int,
 
 
 def _sample(
-    of: Task,
+    task: Task,
     key: str,
     *,
     number: int,
@@ -196,10 +198,10 @@ def _sample(
     likelihoods: Sequence[Likelihood],
     seconds: float,
 ) -> Sample:
-    scores = of.benchmark.judge(question, [one.total for one in likelihoods], [one.greedy for one in likelihoods])
+    scores = task.benchmark.judge(question, [one.total for one in likelihoods], [one.greedy for one in likelihoods])
     passes = [Pass("prefill", positions=len(a.context) + len(a.tokens)) for a in answers]
     return Sample(
-        benchmark=of.name,
+        benchmark=task.name,
         temperature=GREEDY.temperature,
         decoder=key,
         batch=number,
@@ -213,9 +215,9 @@ def _sample(
     )
 
 
-def _row(of: Task, key: str, one: Distribution, kept: SampleLog, *, batch_size: int, seed: int) -> ResultRow:
-    mine = [s for s in kept.select(of.name, GREEDY.temperature) if s.decoder == key]
-    counted = row(mine, mine, mine, quality=of.benchmark.quality, greedy=True, seed=seed)
+def _row(task: Task, key: str, one: Distribution, kept: SampleLog, *, batch_size: int, seed: int) -> ResultRow:
+    samples = [s for s in kept.select(task.name, GREEDY.temperature) if s.decoder == key]
+    counted = row(samples, samples, samples, quality=task.benchmark.quality, greedy=True, seed=seed)
     return {
         "method": one.label,
         "target": one.model.name,
@@ -223,9 +225,9 @@ def _row(of: Task, key: str, one: Distribution, kept: SampleLog, *, batch_size: 
         "baseline": key,
         "reference": key,
         "lossless": True,
-        "benchmark": of.name,
+        "benchmark": task.name,
         "batch_size": batch_size,
-        "left_out": of.left_out,
+        "left_out": task.left_out,
         **counted,
         "perplexity": perplexity(counted),
     }

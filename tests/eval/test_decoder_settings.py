@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.decoding import factory
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.temperatures import Calibration
@@ -28,12 +27,12 @@ def test_the_drafters_temperatures_reach_the_decoder(toys: SimpleNamespace) -> N
     draft = _draft(toys, target)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decoder = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
+        decoder = toys.build_decoder("speculative", target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
         assert decoder.settings(WARM)["sts"] is True
-        plain = factory.speculative(target=target, draft=draft, **PLAIN)  # nothing is cut: not needed
+        plain = toys.build_decoder("speculative", target=target, draft=draft, **PLAIN)  # nothing is cut: not needed
         assert "sts" not in plain.settings(WARM)
     other = Sampling(temperature=0.5, top_p=0.9)  # not what they were fitted at
-    raw = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
+    raw = toys.build_decoder("speculative", target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.4})
     with pytest.warns(UserWarning, match=r"temperature=1\.0"):
         settings = raw.settings(other)
     assert settings["sts"] is False
@@ -47,7 +46,7 @@ def test_the_drafters_temperatures_change_what_is_sent(toys: SimpleNamespace) ->
         with torch.no_grad():
             draft.confidence_head.proj.weight.zero_()
             draft.confidence_head.proj.bias.fill_(0.5)
-        made = factory.speculative(target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.56})
+        made = toys.build_decoder("speculative", target=target, draft=draft, **PLAIN | {"confidence_threshold": 0.56})
         decoder = toys.Bound(made, WARM)
         texts = toys.prompts(random.Random(0), 3, vocab=11)
         result = decoder.decode(texts, max_new_tokens=6, stop_ids=(), seeds=range(3))
@@ -59,25 +58,25 @@ def test_every_setting_reaches_the_decoder(toys: SimpleNamespace) -> None:
     target = toys.target(seed=8)
     draft = _draft(toys, target)
     common = {"target": target, "draft": draft}
-    base = factory.speculative(**common, **PLAIN).settings(WARM)
+    base = toys.build_decoder("speculative", **common, **PLAIN).settings(WARM)
     assert base == {
         **WARM.to_dict(),
         "drafts": 4,
         "sequential_head": "vanilla",
         "confidence_threshold": 0.0,
     }
-    off = factory.speculative(**common, **PLAIN | {"sequential_head": False}).settings(WARM)
+    off = toys.build_decoder("speculative", **common, **PLAIN | {"sequential_head": False}).settings(WARM)
     assert off == base | {"sequential_head": None}
-    refined = factory.speculative(**common, **PLAIN | {"refinement_passes": 2}).settings(WARM)
+    refined = toys.build_decoder("speculative", **common, **PLAIN | {"refinement_passes": 2}).settings(WARM)
     assert refined == base | {"refinement_passes": 2}
-    lookup = factory.prompt_lookup(**common, num_drafts=5, max_ngram=2).settings(WARM)
+    lookup = toys.build_decoder("prompt_lookup", **common, num_drafts=5, max_ngram=2).settings(WARM)
     assert lookup == {**WARM.to_dict(), "drafts": 5, "max_ngram": 2, "confidence_threshold": 0.0}
-    assert factory.autoregressive(**common).settings(WARM) == WARM.to_dict()
+    assert toys.build_decoder("autoregressive", **common).settings(WARM) == WARM.to_dict()
 
 
 def test_refusals(toys: SimpleNamespace) -> None:
     target = toys.target()
     with pytest.raises(UserError, match="needs a drafter"):
-        factory.speculative(target=target, draft=None, **PLAIN)
+        toys.build_decoder("speculative", target=target, draft=None, **PLAIN)
     with pytest.raises(UserError, match="refinement_passes"):
-        factory.speculative(target=target, draft=toys.draft(target), **PLAIN | {"refinement_passes": -1})
+        toys.build_decoder("speculative", target=target, draft=toys.draft(target), **PLAIN | {"refinement_passes": -1})

@@ -1,0 +1,1 @@
+"""Log-likelihoods of given answers: `python -m eval.score`."""
