@@ -108,7 +108,7 @@ def block_causal(block_BQ: Tensor, start_B: Tensor) -> Predicate:
                                        q3  1 1 1 1 1 1     block 2
                                        q4  1 1 1 1 1 1
     """
-    return windows(block_BQ, torch.zeros_like(block_BQ), start_B)
+    return branch_windows(block_BQ, torch.zeros_like(block_BQ), start_B)
 
 
 def full(end_B: Tensor) -> Predicate:
@@ -126,7 +126,7 @@ def full(end_B: Tensor) -> Predicate:
     return predicate
 
 
-def windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
+def branch_windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
     """Several versions of one window of blocks, side by side in one row (LoPA).
 
     A row is [cached slots | what all branches share | window of branch 1 | window of branch 2 | ...]; `branch_BQ` is 0

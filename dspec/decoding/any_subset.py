@@ -206,7 +206,7 @@ class AnySubset:
                     row.generation.passes.append(Pass("draft"))
                 tokens = drafts[b].tokens
                 token = next_tokens[b] if accepted[b] < len(queries[b].queried) else None
-                kind: Kind = "prefill" if not row.generation.tokens else "verify" if tokens else "decode"
+                kind: Kind = "verify" if tokens else "decode" if row.generation.tokens else "prefill"
                 row.commit_round(tokens, accepted[b], token, kind=kind, positions=width)
         state.parts[DRAFTS][:] = new_drafts
 
