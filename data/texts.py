@@ -2,7 +2,7 @@
 
 Documents are read one by one and never held as a whole. Each rank reads documents of its own
 (`split_dataset_by_node`: whole files where their number is a multiple of the ranks', else every n-th document),
-shuffles them within a window, puts separators behind each, and cuts the tokens into rows: no padding, no document mask,
+shuffles them within a window, puts separators after each, and cuts the tokens into rows: no padding, no document mask,
 so documents of a row see each other. Documents whose text has a certain hash are for validation, in every epoch and on
 every rank. After the last document the next epoch begins, with another order: the stream has no end.
 
@@ -86,7 +86,7 @@ class PackedTexts(torch.utils.data.IterableDataset[list[int]]):
         super().__init__()
         self.source, self.tokenizer, self.separators, self.row_length = source, tokenizer, separators, row_length
         self.window, self.validation_share, self.rank_info, self.seed = window, validation_share, rank_info, seed
-        self._tokens: list[int] = []  # of documents that were read, behind the last row
+        self._tokens: list[int] = []  # of documents that were read, after the last row
         self._epoch = self._windows = self._read = 0  # epochs and windows done, documents read of the window
         self._source_state: dict[str, Any] | None = None  # at the window's first document
 
@@ -147,7 +147,7 @@ class PackedTexts(torch.utils.data.IterableDataset[list[int]]):
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, separators: Sequence[int]) -> list[int]:
-    """A document's tokens and the separators behind it."""
+    """A document's tokens and the separators after it."""
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], *separators]
 
 
@@ -173,7 +173,7 @@ class TextStream(L.LightningDataModule):
         validation_share: float,
         seed: int,
     ) -> None:
-        """`separators` are tokens put behind each document (None: the tokenizer's end-of-text token). Documents are
+        """`separators` are tokens put after each document (None: the tokenizer's end-of-text token). Documents are
         shuffled within `window`. Of the documents a `validation_share` is held out; the first `validation` rows of them
         are used. `policy` is for evaluation.
 
