@@ -111,7 +111,8 @@ def query_logits(model: Backbone, rows: Sequence[RowQuery], *, cache: PositionCa
 @torch.inference_mode()
 def joint_log_density(model: Backbone, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
     """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
-    [len(ids) - prompt_length]. `ids` and `positions` are by place. Raises UserError as decoding does."""
+    [len(ids) - prompt_length]. `ids` and `positions` are by place. The density that decoding is tested
+    against; likelihood.py scores batches. Raises UserError as decoding does."""
     if not 1 <= prompt_length < len(ids):
         raise UserError(
             f"a prompt of {prompt_length} among {len(ids)} tokens: at least one must be visible, one scored"
