@@ -89,7 +89,7 @@ _NO_LOOKAHEAD = Lookahead(branches=0, confidence="mean", segment=1)
 def diffusion(
     *, target: Backbone, draft: Draft | None, tokens_per_step: int, block_size: int | None, attention: str | None
 ) -> Decoder:
-    """A diffusion LM's `tokens_per_step` most confident tokens per pass, block after block."""
+    """A diffusion LM's `tokens_per_step` most confident tokens a pass, block after block."""
     rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=1.0, at_least=tokens_per_step)
     return _block_by_block(causal(target), rules, attention, NONE)
 
@@ -103,7 +103,7 @@ def confidence_threshold(
     attention: str | None,
     cache: str,
 ) -> Decoder:
-    """All tokens more probable than the threshold, at least one per pass, block after block."""
+    """All tokens more probable than the threshold, at least one a pass, block after block."""
     rules = BlockRules(block_size=block_size, append=1.0, activate=1.0, threshold=threshold, at_least=1)
     return _block_by_block(causal(target), rules, attention, cache)
 
