@@ -19,14 +19,14 @@ Document = tuple[list[int], int]  # ids, and where the response starts
 
 
 @dataclass(frozen=True)
-class Share:
-    """This rank's share: one of `ranks` processes that train together."""
+class RankInfo:
+    """Which of the `ranks` processes that train together this one is."""
 
     rank: int
     ranks: int
 
     @classmethod
-    def of_trainer(cls, module: L.LightningDataModule) -> "Share":
+    def of_trainer(cls, module: L.LightningDataModule) -> "RankInfo":
         trainer = module.trainer
         return cls(0, 1) if trainer is None else cls(trainer.global_rank, trainer.world_size)
 
@@ -44,18 +44,20 @@ class Shuffle(Sampler[int]):
     """
 
     def __init__(
-        self, lengths: Sequence[int], *, batch_size: int, window: int | None, seed: int, epoch: int, share: Share
+        self, lengths: Sequence[int], *, batch_size: int, window: int | None, seed: int, epoch: int, rank_info: RankInfo
     ) -> None:
-        self.lengths, self.window, self.seed, self.epoch, self.share = lengths, window or 0, seed, epoch, share
-        self.together = batch_size * share.ranks
-        if len(lengths) < share.ranks:
-            raise UserError(f"{len(lengths)} training rows are too few for {share.ranks} ranks: raise the prompt count")
+        self.lengths, self.window, self.seed, self.epoch, self.rank_info = lengths, window or 0, seed, epoch, rank_info
+        self.together = batch_size * rank_info.ranks
+        if len(lengths) < rank_info.ranks:
+            raise UserError(
+                f"{len(lengths)} training rows are too few for {rank_info.ranks} ranks: raise the prompt count"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(range(self.share.rank, self._used, self.share.ranks))
+        return len(range(self.rank_info.rank, self._used, self.rank_info.ranks))
 
     @property
     def _used(self) -> int:
@@ -72,7 +74,7 @@ class Shuffle(Sampler[int]):
             batches = _parts(rows, self.together)
             rows = [row for i in torch.randperm(len(batches), generator=generator).tolist() for row in batches[i]]
         for batch in _parts(rows, self.together):
-            yield from batch[self.share.rank :: self.share.ranks]
+            yield from batch[self.rank_info.rank :: self.rank_info.ranks]
 
 
 def _parts(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
@@ -102,8 +104,8 @@ def shuffled(
     seed: int,
 ) -> StatefulDataLoader:
     """This rank's training loader, in a different order each epoch (see Shuffle)."""
-    epoch, share = epoch_of(module), Share.of_trainer(module)
-    sampler = Shuffle(lengths, batch_size=batch_size, window=window, seed=seed, epoch=epoch, share=share)
+    epoch, rank_info = epoch_of(module), RankInfo.of_trainer(module)
+    sampler = Shuffle(lengths, batch_size=batch_size, window=window, seed=seed, epoch=epoch, rank_info=rank_info)
     return _Loader(rows, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
 
@@ -111,18 +113,18 @@ def held_out(
     rows: Sequence[Any], *, batch_size: int, collate: Callable[..., Any], module: L.LightningDataModule
 ) -> StatefulDataLoader:
     """A validation loader: each row on exactly one rank, and equally many batches on each."""
-    batches = shares(rows, batch_size=batch_size, share=Share.of_trainer(module))
+    batches = shares(rows, batch_size=batch_size, rank_info=RankInfo.of_trainer(module))
     return StatefulDataLoader(batches, batch_size=None, collate_fn=collate)
 
 
-def shares(rows: Sequence[Any], *, batch_size: int, share: Share) -> list[Sequence[Any]]:
+def shares(rows: Sequence[Any], *, batch_size: int, rank_info: RankInfo) -> list[Sequence[Any]]:
     """One rank's batches of all rows in order: no row missing or repeated, equally many batches on each rank.
 
     Raises UserError if there are fewer rows than ranks.
     """
-    if 0 < len(rows) < share.ranks:
-        raise UserError(f"{len(rows)} validation rows are too few for {share.ranks} ranks: raise data.validation")
-    batches = _parts(rows, batch_size * share.ranks)
-    if len(batches) > 1 and len(batches[-1]) < share.ranks:  # too few for one row per rank
+    if 0 < len(rows) < rank_info.ranks:
+        raise UserError(f"{len(rows)} validation rows are too few for {rank_info.ranks} ranks: raise data.validation")
+    batches = _parts(rows, batch_size * rank_info.ranks)
+    if len(batches) > 1 and len(batches[-1]) < rank_info.ranks:  # too few for one row per rank
         batches[-2:] = [[*batches[-2], *batches[-1]]]
-    return [batch[share.rank :: share.ranks] for batch in batches]
+    return [batch[rank_info.rank :: rank_info.ranks] for batch in batches]

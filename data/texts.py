@@ -2,7 +2,7 @@
 
 Documents are read one by one and never held as a whole. Each rank reads documents of its own
 (`split_dataset_by_node`: whole files where their number is a multiple of the ranks', else every n-th document),
-shuffles them within a window, puts separators behind each, and cuts the tokens into rows: no padding, no document mask,
+shuffles them within a window, puts separators after each, and cuts the tokens into rows: no padding, no document mask,
 so documents of a row see each other. Documents whose text has a certain hash are for validation, in every epoch and on
 every rank. After the last document the next epoch begins, with another order: the stream has no end.
 
@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import PromptPolicy
-from data.loaders import Share, held_out
+from data.loaders import RankInfo, held_out
 from data.rows import read_jsonl
 from dspec.errors import UserError
 from dspec.method import Batch
@@ -80,13 +80,13 @@ class PackedTexts(torch.utils.data.IterableDataset[list[int]]):
         row_length: int,
         window: int,
         validation_share: float,
-        share: Share,
+        rank_info: RankInfo,
         seed: int,
     ) -> None:
         super().__init__()
         self.source, self.tokenizer, self.separators, self.row_length = source, tokenizer, separators, row_length
-        self.window, self.validation_share, self.share, self.seed = window, validation_share, share, seed
-        self._tokens: list[int] = []  # of documents that were read, behind the last row
+        self.window, self.validation_share, self.rank_info, self.seed = window, validation_share, rank_info, seed
+        self._tokens: list[int] = []  # of documents that were read, after the last row
         self._epoch = self._windows = self._read = 0  # epochs and windows done, documents read of the window
         self._source_state: dict[str, Any] | None = None  # at the window's first document
 
@@ -120,7 +120,7 @@ class PackedTexts(torch.utils.data.IterableDataset[list[int]]):
     def _texts(self) -> Iterator[str]:
         """This rank's training documents in their order, from the current place on."""
         while True:
-            stream = split_dataset_by_node(self.source.stream(), self.share.rank, self.share.ranks)
+            stream = split_dataset_by_node(self.source.stream(), self.rank_info.rank, self.rank_info.ranks)
             if self._source_state is not None:
                 stream.load_state_dict(self._source_state)
             rows, found = iter(stream), self._windows > 0
@@ -132,7 +132,9 @@ class PackedTexts(torch.utils.data.IterableDataset[list[int]]):
                     yield texts[i]
                 self._windows, self._read, self._source_state = self._windows + 1, 0, stream.state_dict()
             if not found:
-                raise UserError(f"{self.source.origin} has no training texts for rank {self.share.rank}: add documents")
+                raise UserError(
+                    f"{self.source.origin} has no training texts for rank {self.rank_info.rank}: add documents"
+                )
             self._epoch, self._windows, self._source_state = self._epoch + 1, 0, None
 
     def _order(self, count: int) -> list[int]:
@@ -145,7 +147,7 @@ class PackedTexts(torch.utils.data.IterableDataset[list[int]]):
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, separators: Sequence[int]) -> list[int]:
-    """A document's tokens and the separators behind it."""
+    """A document's tokens and the separators after it."""
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], *separators]
 
 
@@ -171,7 +173,7 @@ class TextStream(L.LightningDataModule):
         validation_share: float,
         seed: int,
     ) -> None:
-        """`separators` are tokens put behind each document (None: the tokenizer's end-of-text token). Documents are
+        """`separators` are tokens put after each document (None: the tokenizer's end-of-text token). Documents are
         shuffled within `window`. Of the documents a `validation_share` is held out; the first `validation` rows of them
         are used. `policy` is for evaluation.
 
@@ -231,7 +233,7 @@ class TextStream(L.LightningDataModule):
             row_length=self.row_length,
             window=self.window,
             validation_share=self.validation_share,
-            share=Share.of_trainer(self),
+            rank_info=RankInfo.of_trainer(self),
             seed=self.seed,
         )
         return StatefulDataLoader(rows, batch_size=self.batch_size, collate_fn=whole_rows)

@@ -156,7 +156,7 @@ def test_sts_does_no_harm_on_the_report_split(trained: dict[str, Path]) -> None:
     report = json.loads((trained["dspark"] / "results.json").read_text())["calibration"]
     assert report["mean_ece_after"] <= report["mean_ece_before"]
     for slot in report["slots"]:
-        assert slot["auc_own_after"] == slot["auc_own_before"]
+        assert slot["auc_slot_after"] == slot["auc_slot_before"]
 
 
 @pytest.mark.slow

@@ -99,6 +99,8 @@ def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
 def block_causal(block_BQ: Tensor, start_B: Tensor) -> Predicate:
     """Block-causal: a query sees all slots of its own block and of earlier ones (D2F, arXiv 2508.09192, section 4).
 
+    Decoding takes it as `branch_windows` with one branch; training of a D2F student will take it as it is.
+
     `block_BQ` numbers the blocks of a pass's slots, in order: the prompt is block 0, PADDING sees itself only. Query q
     of row b fills cache slot start[b] + q and sees all slots before start[b].
 
@@ -108,11 +110,12 @@ def block_causal(block_BQ: Tensor, start_B: Tensor) -> Predicate:
                                        q3  1 1 1 1 1 1     block 2
                                        q4  1 1 1 1 1 1
     """
-    return windows(block_BQ, torch.zeros_like(block_BQ), start_B)
+    return branch_windows(block_BQ, torch.zeros_like(block_BQ), start_B)
 
 
 def full(end_B: Tensor) -> Predicate:
-    """Bidirectional: every query sees all slots before its row's end, which leaves the padding out.
+    """Bidirectional: every query sees all slots before its row's end, which leaves the padding out. For training of a
+    diffusion LM.
 
     end=3:  q0  1 1 1 .
             q1  1 1 1 .
@@ -126,7 +129,7 @@ def full(end_B: Tensor) -> Predicate:
     return predicate
 
 
-def windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
+def branch_windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Predicate:
     """Several versions of one window of blocks, side by side in one row (LoPA).
 
     A row is [cached slots | what all branches share | window of branch 1 | window of branch 2 | ...]; `branch_BQ` is 0

@@ -140,7 +140,7 @@ def cross_validated_gain(folds: Sequence[Traces], *, grid: Tensor, bins: int) ->
 def calibration_report(traces: Traces, temperatures: Tensor, *, bins: int) -> dict[str, Any]:
     """The effect of `temperatures` [K] on held-out `traces`, JSON-ready; `before` is T = 1 at every slot.
 
-    `ece`, `auc_cumulative`: prod_{i<=k} c_i against "the first k were all accepted". `auc_own`: c_k against
+    `ece`, `auc_cumulative`: prod_{i<=k} c_i against "the first k were all accepted". `auc_slot`: c_k against
     "token k accepted" among rounds whose first k - 1 were; STS cannot change it.
     None: an AUC where one outcome never occurs, an ECE without rounds (left out of the mean over slots).
     """
@@ -166,8 +166,8 @@ def _stage(traces: Traces, temperatures: Tensor, bins: int) -> list[dict[str, An
         log_N[rows] += logsigmoid(z_M / t)  # in log space: no ties from products that round to 1
         log_M, reached_M = log_N[rows], reached_N[rows] >= k
         ece = expected_calibration_error(log_M.exp(), survived_M, bins=bins) if len(rows) else None
-        auc_own = _auc((z_M / t)[reached_M], survived_M[reached_M])
-        aucs = {"auc_own": auc_own, "auc_cumulative": _auc(log_M, survived_M)}
+        auc_slot = _auc((z_M / t)[reached_M], survived_M[reached_M])
+        aucs = {"auc_slot": auc_slot, "auc_cumulative": _auc(log_M, survived_M)}
         stage.append({"ece": ece, **aucs, "curve": _curve(log_M.exp(), survived_M, bins)})
     return stage
 

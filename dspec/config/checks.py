@@ -50,7 +50,7 @@ def check(cfg: DictConfig, *, config: str) -> None:
     check_config(leaves)
     _check_keys(values, config=config)
     _check_nulls(values, train=config == "train")
-    _check_own_values(values)
+    _check_plain_values(values)
     for path, value in leaves.items():
         if value == "???" and "." in path:
             raise UserError(f"{path} is not set: pass {path}=<value>")
@@ -104,12 +104,12 @@ def _check_nulls(values: Any, *, train: bool) -> None:
         raise UserError(f"decoder.{gone[0]}=null: use decoder=[...] with the names of those to run")
 
 
-def _check_own_values(values: Any) -> None:
+def _check_plain_values(values: Any) -> None:
     """Raises UserError for values that are no parameter of any constructor, and so have no annotation. Interpolations
     are checked where they are used."""
-    own = {path: values[path] for path in ("seed", "limit", "label", "checkpoint") if path in values}
-    own |= {f"optimizer.{key}": value for key, value in (values.get("optimizer") or {}).items()}
-    for path, value in own.items():
+    plain = {path: values[path] for path in ("seed", "limit", "label", "checkpoint") if path in values}
+    plain |= {f"optimizer.{key}": value for key, value in (values.get("optimizer") or {}).items()}
+    for path, value in plain.items():
         if isinstance(value, str) and "${" in value:
             continue
         if path == "seed":

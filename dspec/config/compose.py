@@ -31,6 +31,8 @@ from dspec.config.run_folder import STARTED, override_key, resumed, run_dir
 from dspec.config.types import check_types
 from dspec.errors import UserError
 
+_EMBEDDED_TARGETS = ("tiny", "tiny_as_arm", "tiny_fresh", "xlnet_tiny")  # a page's own numbers are for these
+
 log = logging.getLogger(__name__)
 
 
@@ -131,7 +133,7 @@ def _check_scale(cfg: DictConfig) -> None:
             f"recipes/{page}.yaml has no numbers for pretrained targets: leave out scale=pretrained, or data=gsm8k or "
             "data=jsonl, which choose it"
         )
-    if chosen["scale"] == "embedded" and target not in ("tiny", "tiny_fresh") and has_pretrained(page):
+    if chosen["scale"] == "embedded" and target not in _EMBEDDED_TARGETS and has_pretrained(page):
         log.info("target=%s runs with the embedded target's numbers; for a pretrained one's: scale=pretrained", target)
 
 

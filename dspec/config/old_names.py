@@ -74,7 +74,7 @@ def check_arguments(args: Sequence[str]) -> None:
     for arg in args:
         bare = arg.lstrip("+~")
         for pattern, fix in _CHOICES.items():
-            if (match := re.fullmatch(pattern, bare)) and not _own_choice(bare, folders):
+            if (match := re.fullmatch(pattern, bare)) and not _user_has_choice(bare, folders):
                 raise UserError(f"{arg} is gone: {match.expand(fix)}")
         if match := re.fullmatch(r"(logger|target|data|benchmark|decoder|scale)=null|(benchmark|decoder)=\[\]", bare):
             group = match[1] or match[2]
@@ -102,7 +102,7 @@ def _config_folders(args: Sequence[str]) -> list[Path]:
     return [Path(folder) for folder in found]
 
 
-def _own_choice(arg: str, folders: Sequence[Path]) -> bool:
+def _user_has_choice(arg: str, folders: Sequence[Path]) -> bool:
     """Whether one of the folders has each of the choices that <group>=<choice>[,<choice>] names."""
     group, _, names = arg.partition("=")
     return all(any((folder / group / f"{name}.yaml").is_file() for folder in folders) for name in names.split(","))

@@ -60,18 +60,18 @@ def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any
     if decoders := page.pop("decoder", {}):
         # a label goes with a decoder however it is chosen: it tells its weights apart in tables and comparisons
         page["decoder"] = {key: {"label": node.pop("label")} for key, node in decoders.items() if "label" in node}
-        own = {key: _own_choice(store, f"decoder.{key}", name, key, node) for key, node in decoders.items()}
-        chosen["override /decoder"] = [own.get(choice, choice) for choice in chosen["override /decoder"]]
+        merged = {key: _store_page_numbers(store, f"decoder.{key}", name, key, node) for key, node in decoders.items()}
+        chosen["override /decoder"] = [merged.get(choice, choice) for choice in chosen["override /decoder"]]
     if benchmarks := page.pop("benchmark", {}):
         choice = chosen["override /benchmark"]
-        chosen["override /benchmark"] = _own_choice(store, "benchmark", name, choice, benchmarks)
+        chosen["override /benchmark"] = _store_page_numbers(store, "benchmark", name, choice, benchmarks)
     if pretrained := page.pop("pretrained", {}):
         store.store(group="page_scale", name=f"{name}_pretrained", node=pretrained, package="_global_")
     store.store(group="page", name=name, node=page, package="_global_")
     return {"defaults": [*({group: choice} for group, choice in chosen.items()), {"override /page": name}]}
 
 
-def _own_choice(store: ConfigStore, package: str, page: str, choice: str, numbers: dict[str, Any]) -> str:
+def _store_page_numbers(store: ConfigStore, package: str, page: str, choice: str, numbers: dict[str, Any]) -> str:
     """Stores the page's numbers for one decoder or benchmark on top of the chosen file; returns that choice's name."""
     group = package.partition(".")[0]
     node = {"defaults": [f"/{group}/{choice}@_here_", "_self_"], **numbers}

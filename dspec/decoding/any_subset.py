@@ -16,7 +16,7 @@ its logit is -inf.
 
 Source: arXiv 2504.20456.
 Legend: B = rows, L = inputs of a pass (a row's tokens, then its queries), Q = position queries, J = draft slots,
-V = vocabulary.
+U = uniforms that a row takes per pass, V = vocabulary.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def query_logits(model: Backbone, rows: Sequence[RowQuery], *, cache: PositionCa
     B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.queried) for row in rows))
     token_count_B = torch.tensor([len(row.tokens) - row.start for row in rows])
     ids, positions, limits = (torch.zeros(B, L, dtype=torch.long) for _ in range(3))
-    queries, mask_token = torch.zeros(B, L, dtype=torch.bool), _mask_token(model)
+    queries, mask_token = torch.zeros(B, L, dtype=torch.bool), model.required_mask_token()
     for b, row in enumerate(rows):
         known = range(row.start, len(row.tokens))
         ids[b, : len(known)] = torch.tensor(row.tokens[row.start :])
@@ -111,7 +111,8 @@ def query_logits(model: Backbone, rows: Sequence[RowQuery], *, cache: PositionCa
 @torch.inference_mode()
 def joint_log_density(model: Backbone, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
     """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
-    [len(ids) - prompt_length]. `ids` and `positions` are by place. Raises UserError as decoding does."""
+    [len(ids) - prompt_length]. `ids` and `positions` are by place. The density that decoding is tested
+    against; likelihood.py scores batches. Raises UserError as decoding does."""
     if not 1 <= prompt_length < len(ids):
         raise UserError(
             f"a prompt of {prompt_length} among {len(ids)} tokens: at least one must be visible, one scored"
@@ -139,7 +140,7 @@ class AnySubset:
 
     def __init__(self, *, target: Backbone, config: AnySubsetConfig) -> None:
         """Raises UserError for a model without a mask token."""
-        _mask_token(target)
+        target.required_mask_token()
         self.target, self.config = target, config
         self.lossless = config.tolerance == 0
 
@@ -177,11 +178,13 @@ class AnySubset:
         rows: k to draw or verify drafts, one to draw the token after them, k to draw n-gram drafts.
         """
         k, samplings = self.config.num_drafts, state.samplings
-        uniform = None if samplings.greedy else state.streams.take(2 * k + 1)
+        uniform_BU = None if samplings.greedy else state.streams.take(2 * k + 1)
         # 1. the drafts to verify: of the last pass, or of the bigrams
         if self.config.draft == "ngram":
             with span("lookup"):
-                state.parts[DRAFTS][:] = self._lookup(state, None if uniform is None else uniform[:, k + 1 :].cpu())
+                state.parts[DRAFTS][:] = self._lookup(
+                    state, None if uniform_BU is None else uniform_BU[:, k + 1 :].cpu()
+                )
         drafts = [Drafts() if row.done else d for row, d in zip(state.rows, state.parts[DRAFTS], strict=True)]
 
         # 2. one pass: verify a row's drafts, or draft where it has none
@@ -191,9 +194,9 @@ class AnySubset:
         ]
         logits = query_logits(self.target, queries, cache=state.cache)
         with span("sampling"):
-            probs = None if uniform is None else samplings.probs(logits)
-            accepted, next_tokens = self._verify(state.rows, drafts, logits, probs, uniform)
-            new_drafts = self._new_drafts(queries, drafts, logits, probs, uniform)
+            probs = None if uniform_BU is None else samplings.probs(logits)
+            accepted, next_tokens = self._verify(state.rows, drafts, logits, probs, uniform_BU)
+            new_drafts = self._new_drafts(queries, drafts, logits, probs, uniform_BU)
 
         # 3. commit the accepted drafts and the token after them; new drafts are verified in the next pass
         width = max(query.width for query in queries)
@@ -206,7 +209,7 @@ class AnySubset:
                     row.generation.passes.append(Pass("draft"))
                 tokens = drafts[b].tokens
                 token = next_tokens[b] if accepted[b] < len(queries[b].queried) else None
-                kind: Kind = "prefill" if not row.generation.tokens else "verify" if tokens else "decode"
+                kind: Kind = "verify" if tokens else "decode" if row.generation.tokens else "prefill"
                 row.commit_round(tokens, accepted[b], token, kind=kind, positions=width)
         state.parts[DRAFTS][:] = new_drafts
 
@@ -250,7 +253,7 @@ class AnySubset:
         drafts: Sequence[Drafts],
         logits_BQV: Tensor,
         probs_BQV: Tensor | None,
-        uniform: Tensor | None,
+        uniform_BU: Tensor | None,
     ) -> tuple[list[int], list[int]]:
         """The number of each row's accepted drafts, and the token after them. That token is undefined if all drafts
         are accepted and the place after them was not queried. A row without drafts draws its next token here."""
@@ -262,14 +265,14 @@ class AnySubset:
             draft_BJ[b, : counts[b]] = torch.tensor(d.tokens, dtype=torch.long)
         draft_BJ, count_B = draft_BJ.to(device), torch.tensor(counts, device=device)
         slots = torch.arange(J + 1, device=device).clamp(max=Q - 1)  # of the drafts and the token after them
-        if probs_BQV is None or uniform is None:
+        if probs_BQV is None or uniform_BU is None:
             accepted, next_token = verify_greedy(draft_BJ, count_B, logits_BQV[:, slots])
         else:
             # u < p / q + epsilon is u - epsilon < p / q
             tolerance = [0.0 if row.request.sampling.greedy else self.config.tolerance for row in rows]
-            uniform_BJ = uniform[:, :J] - torch.tensor(tolerance, dtype=uniform.dtype, device=device)[:, None]
+            uniform_BJ = uniform_BU[:, :J] - torch.tensor(tolerance, dtype=uniform_BU.dtype, device=device)[:, None]
             draft_probs = _stack_probs(drafts, J, like=probs_BQV)
-            uniform_B = uniform[:, self.config.num_drafts]
+            uniform_B = uniform_BU[:, self.config.num_drafts]
             accepted, next_token = verify_sampled(
                 draft_BJ, count_B, draft_probs, probs_BQV[:, slots], uniform_BJ, uniform_B
             )
@@ -281,18 +284,18 @@ class AnySubset:
         drafts: Sequence[Drafts],
         logits_BQV: Tensor,
         probs_BQV: Tensor | None,
-        uniform: Tensor | None,
+        uniform_BU: Tensor | None,
     ) -> list[Drafts]:
         """The drafts, after the next token, of rows that had none to verify; no drafts for the others."""
         counts = [0 if d.tokens else max(0, len(row.queried) - 1) for d, row in zip(drafts, queries, strict=True)]
         J = max(counts)
         if not J or self.config.draft == "ngram":
             return [Drafts()] * len(counts)
-        if probs_BQV is None or uniform is None:
+        if probs_BQV is None or uniform_BU is None:
             greedy = logits_BQV[:, 1 : 1 + J].argmax(-1).tolist()
             return [Drafts(tokens[:n]) for tokens, n in zip(greedy, counts, strict=True)]
         draft_probs = probs_BQV[:, 1 : 1 + J]
-        drawn = draw(draft_probs, uniform[:, :J]).tolist()
+        drawn = draw(draft_probs, uniform_BU[:, :J]).tolist()
         return [Drafts(tokens[:n], probs[:n]) for tokens, probs, n in zip(drawn, draft_probs, counts, strict=True)]
 
 
@@ -313,16 +316,6 @@ def _stack_probs(drafts: Sequence[Drafts], slots: int, *, like: Tensor) -> Tenso
 def _positions(request: Request) -> Sequence[int]:
     """The request's positions by place; from left to right if it names none."""
     return range(len(request.ids) + request.max_new_tokens) if request.positions is None else request.positions
-
-
-def _mask_token(model: Backbone) -> int:
-    """Raises UserError for a model without one."""
-    if model.mask_token_id is None or not 0 <= model.mask_token_id < model.vocab_size:
-        raise UserError(
-            f"{model.name!r} has no mask token (mask_token_id={model.mask_token_id}), which any-subset decoding needs "
-            "for its position queries: set target.mask_token_id to an unused token id"
-        )
-    return model.mask_token_id
 
 
 def _check_positions(model: Backbone, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:

@@ -53,7 +53,7 @@ class Pass:
     accepted: int = 0  # leading draft tokens accepted, cut at the stop and the length limit
     valid: int = 0  # leading slots that count: not past a drafted stop token or the length limit
     filled: int = 0  # slots of the answer that it filled, in any order (diffusion LMs)
-    beyond: int = 0  # slots that it filled behind the answer's end
+    beyond: int = 0  # slots that it filled after the answer's end
     confidence: tuple[float, ...] = ()  # confidence logits of the drafted slots, when recorded
 
     def to_row(self) -> list[Any]:
@@ -117,7 +117,7 @@ class Generation:
 
     @property
     def slots_filled(self) -> int:
-        """Tokens that passes filled in, those behind the answer's end included: what papers on diffusion LMs count."""
+        """Tokens that passes filled in, those after the answer's end included: what papers on diffusion LMs count."""
         return sum(p.filled + p.beyond for p in self.passes) or len(self.tokens)
 
     @property

@@ -1,4 +1,4 @@
-"""Exact log-likelihoods of texts given what stands before them, by the distribution that a model decodes from.
+"""Exact log-likelihoods of texts given the text before them, by the distribution that a model decodes from.
 
 A causal model gives every conditional in one pass over the text; so does an any-subset model, whose queries of the
 scored tokens each see the tokens before them (arXiv 2504.20456, eq. 6).

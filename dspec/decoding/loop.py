@@ -1,7 +1,7 @@
 """The decoding loop, shared by all decoders.
 
-A decoder has two operations: `start` runs the prefill, and each `step` one forward pass of the target for all requests
-in flight. Requests may join and leave the batch between steps.
+A decoder has two operations: `start` runs the first forward pass of the target (the prefill, where there is one), and
+each `step` another one for all requests in flight. Requests may join and leave the batch between steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,10 @@ class Decoder(Protocol):
         ...
 
     def start(self, requests: Sequence[Request]) -> Any:
-        """Checks the requests and runs the prefill, which commits each one's first token; returns the State."""
+        """Checks the requests and runs their first pass; returns the State.
+
+        From left to right that pass is the prefill, which commits each one's first token. An any-subset decoder's
+        commits at least one token, sigma-GPT's only drafts, and a diffusion LM's fills slots of the answer."""
         ...
 
     def step(self, state: Any) -> None:

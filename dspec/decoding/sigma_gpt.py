@@ -3,7 +3,7 @@
 As printed in arXiv 2504.20456, Algorithm 3: draft all missing tokens at once, each given the text alone; test them in
 several random orders in one pass; keep the order that accepts most tokens before its first rejection. The token that
 is rejected is not drawn again from the residual, and the order that is kept depends on what was drawn, so the output
-has not the distribution of sequential decoding (Theorem 2 fails), and a round of two passes may give one token
+does not follow the distribution of sequential decoding (Theorem 2 fails), and a round of two passes may give one token
 (Theorem 1 fails). The first token of an order is accepted without a test: both distributions are the same there.
 
 Legend: R = tokens that are missing, O = orders, V = vocabulary.

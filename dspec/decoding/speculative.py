@@ -1,10 +1,10 @@
 """Speculative decoding: draft a block, verify it in one target pass, keep the accepted prefix and one more token.
 
 Greedy output equals greedy autoregressive decoding token for token; sampled output has exactly the target's
-distribution (rejection sampling, sampling.py; Leviathan et al. 2023, arXiv 2211.17192). A policy decides how much of
-each draft is verified (verification.py).
+distribution (rejection sampling; Leviathan et al. 2023, arXiv 2211.17192). A policy decides how much of each draft is
+verified (both: verification.py).
 
-Legend: B = rows, J = draft slots, V = vocabulary.
+Legend: B = rows, J = draft slots, U = uniforms that a row takes per round, V = vocabulary.
 """
 
 from collections.abc import Sequence
@@ -68,12 +68,12 @@ class Speculative:
     def step(self, state: State) -> None:
         # 1. draft: J tokens after each row's anchor, of which the policy sends count_B[b] to verification
         J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]
-        uniform = None if samplings.greedy else state.streams.take(2 * J + 1)
+        uniform_BU = None if samplings.greedy else state.streams.take(2 * J + 1)
         proposal = self.proposer.propose(
             memory,
             [row.text for row in state.rows],
             samplings=samplings,
-            uniform_BJ=None if uniform is None else uniform[:, :J],
+            uniform_BJ=None if uniform_BU is None else uniform_BU[:, :J],
             confidence=self.record_confidence or self.policy.reads_confidence,
         )
         count_B = self.policy(proposal, [row.request.sampling for row in state.rows])
@@ -90,11 +90,11 @@ class Speculative:
         with span("target LM head"):
             logits = self.target.logits(output.hidden_BLD)
         with span("sampling"):
-            if uniform is None:
+            if uniform_BU is None:
                 accepted, bonus_token = verify_greedy(draft, count_B, logits)
             else:
                 probs = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
-                uniforms = uniform[:, J : J + sent], uniform[:, 2 * J]
+                uniforms = uniform_BU[:, J : J + sent], uniform_BU[:, 2 * J]
                 accepted, bonus_token = _verify_sampled(draft, count_B, probs, logits, samplings, *uniforms)
 
         # 3. commit: the accepted drafts and the bonus token

@@ -13,8 +13,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Row:
-    """A request in flight. `text` is the prompt and the tokens committed since; its last token is the anchor, whose
-    keys and values are not in the cache yet."""
+    """A request in flight. `text` is the prompt and the tokens committed since, in order of generation.
+
+    From left to right its last token is the anchor, whose keys and values are not in the cache yet. For any-subset
+    decoding order of generation is not order in the text; a diffusion LM commits what is filled without a gap."""
 
     request: Request
     text: list[int]
@@ -85,7 +87,7 @@ class State:
     """The requests in flight and everything held for them: row b of every part belongs to rows[b]."""
 
     rows: list[Row]
-    cache: PositionCache  # the target's; holds all of a row's text but its anchor
+    cache: PositionCache  # the target's: all of a row's text but its anchor; a diffusion LM's: what it keeps of blocks
     streams: Streams
     parts: dict[str, Any] = field(default_factory=dict)  # the decoder's own RowStates, by name
 

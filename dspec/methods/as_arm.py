@@ -160,15 +160,15 @@ class ASARM(Method):
         Raises UserError for a target without a mask token, or for settings out of range.
         """
         super().__init__()
-        if target.mask_token_id is None:
-            raise UserError(f"target {target.name!r} has no mask token, which position queries need: set mask_token_id")
         if order not in ORDERS:
-            raise UserError(f"method.order={order} is unknown; say one of {', '.join(ORDERS)}")
+            raise UserError(f"method.order={order} is unknown; choose one of {', '.join(ORDERS)}")
         if normalisation not in NORMALISATIONS:
-            raise UserError(f"method.normalisation={normalisation} is unknown; say one of {', '.join(NORMALISATIONS)}")
+            raise UserError(
+                f"method.normalisation={normalisation} is unknown; choose one of {', '.join(NORMALISATIONS)}"
+            )
         if lookahead < 1:
             raise UserError(f"method.lookahead={lookahead} must be at least 1 (a query sees all tokens before its own)")
-        self.target, self.tuning, self.rate, self.mask_token_id = target, tuning, rate, target.mask_token_id
+        self.target, self.tuning, self.rate, self.mask_token_id = target, tuning, rate, target.required_mask_token()
         self.order, self.first_visible, self.lookahead = order, first_visible, lookahead
         self.normalisation, self.chunk_mb = normalisation, check_chunk(chunk_mb)
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))  # kept in checkpoints

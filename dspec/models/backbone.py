@@ -111,6 +111,15 @@ class Backbone(nn.Module, ABC):
             )
         return tuple(dict.fromkeys([*turn_end, *more]))
 
+    def required_mask_token(self) -> int:
+        """The mask token's id. Raises UserError for a model that has none, or one outside its vocabulary."""
+        if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(
+                f"{self.name!r} has no mask token (mask_token_id={self.mask_token_id} is outside the vocabulary of "
+                f"{self.vocab_size}): set target.mask_token_id to an unused token id"
+            )
+        return self.mask_token_id
+
     def check_length(self, prompt: int, new: int) -> None:
         """Raises UserError when prompt and new tokens do not fit the model's positions."""
         if prompt + new > self.max_positions:

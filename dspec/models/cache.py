@@ -113,7 +113,7 @@ class PositionCache:
                 layer.move(*indices)
 
     def read(self, row: int, first: int, end: int) -> Tensor:
-        """A copy [layers, 2, H, slots, D] of the keys and values in slots first .. end - 1 of a row."""
+        """A copy [layers, 2, H, slots, W] of the keys and values in slots first .. end - 1 of a row."""
         held = [(layer.keys, layer.values) for layer in self.layers]
         return torch.stack([part[row, :, first:end] for pair in held for part in pair if part is not None]).unflatten(
             0, (len(held), 2)

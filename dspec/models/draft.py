@@ -343,19 +343,10 @@ def build_draft(
         block_size=block_size,
         target_layer_ids=ids,
         num_target_layers=target.num_layers,
-        mask_token_id=_mask_token(target),
+        mask_token_id=target.required_mask_token(),
         markov_head_type=markov_head_type,
         markov_rank=markov_rank if markov_head_type is not None else 0,
         confidence_head=confidence_head,
         confidence_head_with_markov=confidence_head_with_markov and markov_head_type is not None,
     )
     return Draft(config, embed_tokens=target.embed_tokens, lm_head=target.lm_head)
-
-
-def _mask_token(target: LanguageModel) -> int:
-    token = target.mask_token_id
-    if token is None:
-        raise UserError(f"target {target.name!r} has no mask token: set target.mask_token_id to an unused token id")
-    if not 0 <= token < target.vocab_size:
-        raise UserError(f"target.mask_token_id={token} is outside the vocabulary of {target.vocab_size}")
-    return int(token)

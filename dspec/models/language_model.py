@@ -193,11 +193,9 @@ class LanguageModel(Backbone):
         start_B: Sequence[int] | None = None,
     ) -> Tensor:
         """A position query is the mask token at its position; it sees itself, too. Raises UserError without one."""
-        if self.mask_token_id is None:
-            raise UserError(f"target {self.name!r} has no mask token, which asks for a position: set mask_token_id")
         starts = torch.tensor(start_B if start_B is not None else [0] * len(ids_BL), device=ids_BL.device)
         output = self(
-            ids_BL.masked_fill(query_BL, self.mask_token_id),
+            ids_BL.masked_fill(query_BL, self.required_mask_token()),
             positions_BL=positions_BL,
             mask=masks.any_subset(limit_BL, starts),
             cache=cache,

@@ -115,12 +115,12 @@ def test_windows(seed: int) -> None:
                         seen[start + k] = True
             queries.append(seen)
         table.append(queries)
-    _equal(masks.windows(torch.tensor(rows), torch.tensor(numbers), torch.tensor(starts)), table)
+    _equal(masks.branch_windows(torch.tensor(rows), torch.tensor(numbers), torch.tensor(starts)), table)
 
 
 def test_drawing_of_windows() -> None:
     blocks, branches = torch.tensor([[1, 2, 3, 2, 3]]), torch.tensor([[0, 1, 1, 2, 2]])
-    predicate = masks.windows(blocks, branches, torch.tensor([1]))
+    predicate = masks.branch_windows(blocks, branches, torch.tensor([1]))
     got = masks.dense(predicate, batch=1, queries=5, keys=6, device=CPU)[0, 0].int().tolist()
     assert got == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
 

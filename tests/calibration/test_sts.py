@@ -87,7 +87,7 @@ def test_report_on_held_out_rounds() -> None:
     for k, slot in enumerate(report["slots"]):
         assert (slot["slot"], slot["valid"]) == (k + 1, 25_000)
         assert slot["ece_after"] < 0.6 * slot["ece_before"]
-        assert slot["auc_own_after"] == slot["auc_own_before"]
+        assert slot["auc_slot_after"] == slot["auc_slot_before"]
         assert (slot["auc_cumulative_after"] == slot["auc_cumulative_before"]) == (k == 0)
 
 
@@ -102,7 +102,7 @@ def test_report_agrees_with_naive_numbers() -> None:
         assert slot["valid"] == int(rows.sum())
         assert slot["ece_after"] == pytest.approx(naive_ece(product.tolist(), outcome.tolist(), 5))
         assert slot["auc_cumulative_after"] == pytest.approx(naive_auc(product, outcome))
-        assert slot["auc_own_after"] == pytest.approx(naive_auc(confidence[rows, k][reached], outcome[reached]))
+        assert slot["auc_slot_after"] == pytest.approx(naive_auc(confidence[rows, k][reached], outcome[reached]))
         curve = slot["curve_after"]
         for b, count in enumerate(curve["count"]):
             inside = (product >= b / 5) & (product < (b + 1) / 5)
@@ -116,7 +116,7 @@ def test_auc_survives_saturated_scores() -> None:
     logits = torch.tensor([[50.0], [60.0], [70.0], [80.0]])
     traces = Traces(logits, torch.tensor([0, 0, 1, 1]), torch.ones(4).long())
     slot = calibration_report(traces, torch.tensor([0.25]), bins=BINS)["slots"][0]
-    assert slot["auc_own_before"] == slot["auc_own_after"] == 1.0
+    assert slot["auc_slot_before"] == slot["auc_slot_after"] == 1.0
 
 
 @pytest.mark.parametrize("accepted", [0, 2])
@@ -124,8 +124,8 @@ def test_degenerate_slots_have_no_auc(accepted: int) -> None:
     traces = Traces(torch.randn(3, 2), torch.full((3,), accepted), torch.tensor([1, 1, 1]))
     report = calibration_report(traces, torch.ones(2), bins=BINS)
     first, second = report["slots"]
-    assert first["auc_own_after"] is first["auc_cumulative_after"] is None
-    assert (second["valid"], second["ece_after"], second["auc_own_after"]) == (0, None, None)
+    assert first["auc_slot_after"] is first["auc_cumulative_after"] is None
+    assert (second["valid"], second["ece_after"], second["auc_slot_after"]) == (0, None, None)
     assert set(second["curve_after"]["observed"]) == {None}
     assert report["mean_ece_after"] == first["ece_after"] > 0
 

@@ -322,6 +322,8 @@ def test_choices_of_ones_own_are_not_old_ones(tmp_path: Path) -> None:
         (["target=smollm2_135m", "scale=pretrained"], False),
         (["target=smollm2_135m", "data=gsm8k"], False),
         (["recipe=ar_base", "target=smollm2_135m"], False),  # has no other numbers
+        (["recipe=as_arm", "target=xlnet_tiny"], False),  # fresh and tiny
+        (["target=tiny_as_arm"], False),
         ([], False),
     ],
 )

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from data.conversations import Conversations, pad
-from data.loaders import Share, Shuffle, shares, shuffled
+from data.loaders import RankInfo, Shuffle, shares, shuffled
 from data.packed_corpus import PackedCorpus, document_batch, pack_documents
 from data.prompts import EmbeddedPrompts, JsonlPrompts
 from dspec.errors import UserError
@@ -223,8 +223,8 @@ def test_a_run_resumed_anywhere_sees_the_batches_of_the_unbroken_one(tmp_path: P
 LENGTHS = [(37 * i) % 101 for i in range(203)]
 
 
-def epoch(share: Share, *, batch: int, window: int | None, rows: int = 203, number: int = 0) -> list[list[int]]:
-    own = {"window": window, "seed": 3, "epoch": number, "share": share}
+def epoch(rank_info: RankInfo, *, batch: int, window: int | None, rows: int = 203, number: int = 0) -> list[list[int]]:
+    own = {"window": window, "seed": 3, "epoch": number, "rank_info": rank_info}
     sampler = Shuffle(LENGTHS[:rows], batch_size=batch, **own)
     order = list(sampler)
     assert len(order) == len(sampler)
@@ -239,8 +239,8 @@ def test_ranks_share_the_batches_of_one_rank(rows: int, ranks: int, batch: int, 
     seen = set()
     for number in range(3):
         own = {"window": window, "rows": rows, "number": number}
-        whole = epoch(Share(0, 1), batch=ranks * batch, **own)
-        parts = [epoch(Share(rank, ranks), batch=batch, **own) for rank in range(ranks)]
+        whole = epoch(RankInfo(0, 1), batch=ranks * batch, **own)
+        parts = [epoch(RankInfo(rank, ranks), batch=batch, **own) for rank in range(ranks)]
         assert {len(part) for part in parts} == {len(whole)}
         for step, rows_together in enumerate(whole):
             mine = [part[step] for part in parts]
@@ -255,16 +255,16 @@ def test_ranks_share_the_batches_of_one_rank(rows: int, ranks: int, batch: int, 
 @pytest.mark.parametrize("batch", [4, 7])
 def test_batches_hold_rows_of_like_lengths(batch: int) -> None:
     def padding(window: int | None) -> float:
-        batches = epoch(Share(0, 1), batch=batch, window=window)
+        batches = epoch(RankInfo(0, 1), batch=batch, window=window)
         lengths = [[LENGTHS[row] for row in rows] for rows in batches]
         return 1 - sum(map(sum, lengths)) / sum(max(own) * len(own) for own in lengths)
 
     assert padding(64) < 0.5 * padding(None)
     assert padding(1000) < 0.5 * padding(64)
-    batches = epoch(Share(0, 1), batch=batch, window=1000)
+    batches = epoch(RankInfo(0, 1), batch=batch, window=1000)
     means = [sum(LENGTHS[row] for row in rows) / batch for rows in batches]
     assert means != sorted(means)  # lengths come in no order
-    dropped = [set(range(203)) - {r for rows in epoch(Share(0, 1), batch=40, window=1000, number=n) for r in rows}
+    dropped = [set(range(203)) - {r for rows in epoch(RankInfo(0, 1), batch=40, window=1000, number=n) for r in rows}
                for n in range(20)]  # fmt: skip
     assert min(LENGTHS[row] for rows in dropped for row in rows) < 20  # the left out are not always the longest
 
@@ -274,9 +274,9 @@ def test_batches_hold_rows_of_like_lengths(batch: int) -> None:
 def test_validation_rows_are_shared_out_once(rows: int, ranks: int, batch: int) -> None:
     if rows < ranks:
         with pytest.raises(UserError, match=f"{rows} validation rows are too few for {ranks} ranks"):
-            shares(range(rows), batch_size=batch, share=Share(0, ranks))
+            shares(range(rows), batch_size=batch, rank_info=RankInfo(0, ranks))
         return
-    parts = [shares(range(rows), batch_size=batch, share=Share(rank, ranks)) for rank in range(ranks)]
+    parts = [shares(range(rows), batch_size=batch, rank_info=RankInfo(rank, ranks)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     assert all(len(own) for part in parts for own in part)
     assert max(len(own) for part in parts for own in part) <= batch + 1
@@ -287,7 +287,7 @@ def test_validation_rows_are_shared_out_once(rows: int, ranks: int, batch: int) 
 
 def test_too_few_rows_for_the_ranks() -> None:
     with pytest.raises(UserError, match="3 training rows are too few for 4 ranks"):
-        epoch(Share(0, 4), batch=2, window=None, rows=3)
+        epoch(RankInfo(0, 4), batch=2, window=None, rows=3)
 
 
 def rows_of(batch: Batch) -> list[tuple[int, ...]]:

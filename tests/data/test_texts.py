@@ -13,7 +13,7 @@ from datasets import IterableDataset
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy
-from data.loaders import Share
+from data.loaders import RankInfo
 from data.texts import PackedTexts, Texts, TextStream, for_validation
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
@@ -43,7 +43,8 @@ def texts_of(path: Path) -> Texts:
 
 def stream(target: LanguageModel, path: Path, **changes: Any) -> PackedTexts:
     settings: dict[str, Any] = {
-        "separators": END, "row_length": 16, "window": 5, "validation_share": 0.1, "share": Share(0, 1), "seed": 0,
+        "separators": END, "row_length": 16, "window": 5, "validation_share": 0.1, "seed": 0,
+        "rank_info": RankInfo(0, 1),
     }  # fmt: skip
     return PackedTexts(texts_of(path), target.tokenizer, **(settings | changes))
 
@@ -86,8 +87,8 @@ def test_ranks_share_the_documents(target: LanguageModel, file: Path, ranks: int
     """Disjoint, and all together."""
     wanted, found = expected(target, file), list[tuple[int, ...]]()
     for rank in range(ranks):
-        share = stream(target, file, share=Share(rank, ranks))
-        several = documents(share, 600)
+        part = stream(target, file, rank_info=RankInfo(rank, ranks))
+        several = documents(part, 600)
         assert len(several) > 2 * len(set(several)) > 0  # more than two epochs
         found += set(several)
     assert sorted(found) == sorted(wanted)
@@ -125,7 +126,7 @@ def test_ranks_share_several_files(target: LanguageModel, file: Path, files: int
     """Whole files where that is fair."""
     found = []
     for rank in range(2):
-        found += set(documents(of_files(target, file, files, share=Share(rank, 2)), 600))
+        found += set(documents(of_files(target, file, files, rank_info=RankInfo(rank, 2)), 600))
     assert sorted(found) == sorted(expected(target, file))
 
 
@@ -135,7 +136,7 @@ def test_a_resumed_stream_goes_on_at_the_same_row(
     target: LanguageModel, file: Path, row_length: int, files: int, done: int
 ) -> None:
     """Within documents, windows and epochs, from a state that went through a file."""
-    settings: dict[str, Any] = {"row_length": row_length, "share": Share(1, 2)}
+    settings: dict[str, Any] = {"row_length": row_length, "rank_info": RankInfo(1, 2)}
     whole = list(islice(iter(of_files(target, file, files, **settings)), done + 20))
     first = of_files(target, file, files, **settings)
     assert list(islice(iter(first), done)) == whole[:done]
@@ -226,7 +227,7 @@ def test_errors(target: LanguageModel, file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'no text under "text"'):
         next(iter(stream(target, written(tmp_path / "a.jsonl", [1, 2]))))
     with pytest.raises(UserError, match="no training texts for rank 1"):
-        next(iter(stream(target, written(tmp_path / "b.jsonl", ["one text"]), share=Share(1, 2))))
+        next(iter(stream(target, written(tmp_path / "b.jsonl", ["one text"]), rank_info=RankInfo(1, 2))))
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\nnot json\n')
     with pytest.raises(UserError, match="line 2 is not JSON"):
         next(iter(stream(target, tmp_path / "c.jsonl", row_length=500)))

@@ -1,9 +1,9 @@
 """One forward pass of a diffusion LM over rows with windows of their own, and the guesses that it gives.
 
 A row is [cached slots | shared | window of branch 0 | window of branch 1 | ...]: all branches see the shared slots,
-none sees another branch (`masks.windows`). Cache slots are in order of computation; `positions` say where in the text
-a slot stands. A guess for the token at place i is read at place i, or at i - 1 in a model with shifted logits (one
-that was an autoregressive model, such as Dream).
+none sees another branch (`masks.branch_windows`). Cache slots are in order of computation; `positions` say where in
+the text a slot is. A guess for the token at place i is read at place i, or at i - 1 in a model with shifted
+logits (one that was an autoregressive model, such as Dream).
 
 Legend: B = rows, L = slots of a pass, N = guesses, D = model width, V = vocabulary.
 """
@@ -123,7 +123,7 @@ def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionC
         return model(
             ids.to(device),
             positions_BL=places.to(device),
-            mask=masks.windows(blocks.to(device), branches.to(device), torch.tensor(starts, device=device)),
+            mask=masks.branch_windows(blocks.to(device), branches.to(device), torch.tensor(starts, device=device)),
             cache=cache,
             start_B=starts if cache is not None else None,
         ).hidden_BLD
