@@ -35,7 +35,6 @@ from dspec.decoding.diffusion.forward import (
     TrainingRecord,
     compute,
     guess,
-    mask_token,
 )
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.decoding.diffusion.row_state import BranchExecutor, BranchResult, RowState
@@ -108,7 +107,7 @@ class BlockDiffusion:
 
     def __init__(self, *, target: LanguageModel, config: DiffusionConfig, executor: BranchExecutor) -> None:
         """Raises UserError for a model without a mask token."""
-        mask_token(target)
+        target.required_mask_token()
         self.target, self.config, self.executor = target, config, executor
         self.trained = TrainingRecord.read(target)
         self.lossless = config.one_by_one
@@ -192,7 +191,7 @@ class BlockDiffusion:
 
     def _text(self, row: Row, row_state: RowState, branch: int) -> list[int]:
         """The prompt and all slots of a branch's answer, empty ones as the mask token."""
-        fills, empty = row_state.fills(branch), mask_token(self.target)
+        fills, empty = row_state.fills(branch), self.target.required_mask_token()
         slots = (fills.get(slot, token) for slot, token in enumerate(row_state.anchor.tokens))
         return [*row.request.ids, *(empty if token is None else token for token in slots)]
 

@@ -59,16 +59,6 @@ class TrainingRecord:
         )
 
 
-def mask_token(model: LanguageModel) -> int:
-    """Raises UserError for a model without a mask token."""
-    if model.mask_token_id is None or not 0 <= model.mask_token_id < model.vocab_size:
-        raise UserError(
-            f"{model.name!r} has no mask token (mask_token_id={model.mask_token_id}), which a diffusion LM fills in: "
-            "choose a diffusion LM, and set target.mask_token_id to the token that it was trained with"
-        )
-    return model.mask_token_id
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowInputs:
     """What one row computes: the `shared` places of its text, then the places of the `window` once per branch."""
@@ -113,7 +103,7 @@ def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionC
     if not L:
         return torch.zeros(B, 0, model.hidden_size, dtype=model.dtype, device=device)
     ids, places, blocks, branches = (torch.zeros(B, L, dtype=torch.long) for _ in range(4))
-    ids += mask_token(model)
+    ids += model.required_mask_token()
     blocks += masks.PADDING
     for b, row in enumerate(rows):
         for held, values in zip((ids, places, blocks, branches), row.slots(), strict=True):
@@ -146,7 +136,7 @@ def guess(
         rows, uniform = row_N[part], torch.tensor(uniform_N[part], dtype=widest(model.device), device=model.device)
         with span("target LM head"):
             logits = model.logits(torch.stack(list(hidden[part])))
-            logits[:, mask_token(model)] = -torch.inf
+            logits[:, model.required_mask_token()] = -torch.inf
         with span("sampling"):
             probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
             tokens = probs.argmax(-1)
