@@ -59,7 +59,7 @@ class JudgeModel:
         context = self._context(tokenizer, task)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = [token for token in ids if token not in tokenizer.all_special_ids]
-        ids = ids[: self._room(model) - len(context)]
+        ids = ids[: max(0, self._room(model) - len(context))]
         if len(context) + len(ids) < 2 or not ids:
             return {}
         nll = self._nll(model, context, ids)

@@ -49,15 +49,16 @@ def passes(generation: Generation) -> dict[str, int]:
 
 
 def measures(samples: Sequence[Sample]) -> Values:
-    """What one decoder's answers are compared by. The prompts of a batch share its seconds."""
+    """What one decoder's answers are compared by, by prompt. The prompts of a batch share its seconds: there is one
+    value per batch, seconds per prompt."""
     sizes: dict[int, int] = {}
     for s in samples:
         sizes[s.batch] = sizes.get(s.batch, 0) + 1
     values: Values = {}
     for s in samples:
-        found = {**passes(s.generation), "seconds": s.seconds / sizes[s.batch], **s.scores}
-        for name, value in found.items():
+        for name, value in {**passes(s.generation), **s.scores}.items():
             values.setdefault(name, {})[s.id] = value
+        values.setdefault("seconds", {})[f"batch {s.batch}"] = s.seconds / sizes[s.batch]
     return values
 
 

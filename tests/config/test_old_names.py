@@ -35,6 +35,7 @@ def test_what_an_old_config_names_is_there(name: str) -> None:
     assert renamed(renamed(config)) == renamed(config)
     moved = {"method.tuning.share": "method.tuning.interpolation"}
     rest = {moved.get(path, path): value for path, value in flat(config).items() if path not in paths}
+    rest["label"] = {"dspark": "DSpark", "JF": "Jacobi Forcing"}[rest["label"]]
     assert {path: flat(renamed(config))[path] for path in rest} == rest
 
 

@@ -119,7 +119,7 @@ def test_a_trained_target_stands_beside_its_base(run: Run, trained: Path) -> Non
     own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
     folder = run(f"checkpoint={trained}", own, "benchmark=tiny", *ONE)
     base, ar, jacobi = results(folder).rows
-    assert [row["method"] for row in (base, ar, jacobi)] == ["AR base", "AR", "JF, Jacobi"]
+    assert [row["method"] for row in (base, ar, jacobi)] == ["AR base", "AR", "Jacobi Forcing, Jacobi"]
     assert jacobi["decoder"]["block_size"] == 5  # as it was trained
     samples = {s.decoder: s.generation.tokens for s in read_samples(folder / "samples.jsonl")}
     alone = run("target=tiny", "benchmark=tiny", *ONE, name="alone")
@@ -138,7 +138,7 @@ def test_a_drafter_of_an_old_run_is_evaluated(run: Run, checkpoint: Path, tmp_pa
     shutil.copy(OLD_RUNS / "dspark.json", tmp_path / "old" / "config.json")
     found = results(run(f"checkpoint={tmp_path / 'old'}", "decoder=speculative", "benchmark=tiny", *ONE))
     assert [(row["method"], row["target"], row["mismatches"]) for row in found.rows] == [
-        ("AR", "tiny", 0), ("dspark", "tiny", 0),
+        ("AR", "tiny", 0), ("DSpark", "tiny", 0),
     ]  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_a_target_of_an_old_run_is_evaluated(run: Run, trained: Path, tmp_path: 
     shutil.copy(OLD_RUNS / "jacobi_forcing.json", tmp_path / "old" / "config.json")
     own = "decoder=[base_autoregressive,autoregressive,jacobi_single]"
     found = results(run(f"checkpoint={tmp_path / 'old'}", own, "benchmark=tiny", *ONE))
-    assert [row["method"] for row in found.rows] == ["AR base", "AR", "JF, Jacobi"]
+    assert [row["method"] for row in found.rows] == ["AR base", "AR", "Jacobi Forcing, Jacobi"]
     assert found.rows[2]["decoder"]["block_size"] == 8  # as it was trained
 
 

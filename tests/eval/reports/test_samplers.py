@@ -51,7 +51,7 @@ def test_passes_by_their_kind() -> None:
 
 def test_prompts_of_a_batch_share_its_seconds() -> None:
     found = measures([sample("d", 3, SELF, batch=0), sample("d", 3, SELF, batch=1), sample("d", 3, NGRAM, batch=1)])
-    assert found["seconds"] == {"b/3": 2.0}  # the last of equal ids; 4 seconds for two prompts
+    assert found["seconds"] == {"batch 0": 4.0, "batch 1": 2.0}  # 4 seconds for one prompt, and for two
 
 
 def test_means_errors_and_paired_tests() -> None:
