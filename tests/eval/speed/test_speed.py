@@ -144,7 +144,7 @@ def test_a_round_is_the_sum_of_its_spans(toys: SimpleNamespace) -> None:
     ("kind", "settings"),
     [
         ("diffusion", {"tokens_per_step": 1, "block_size": None, "attention": None}),
-        ("d2f", {"block_size": 8, "append": 0.1, "activate": 0.95, "threshold": 0.9}),
+        ("d2f", {"block_size": 8, "append_ratio": 0.1, "activate_ratio": 0.95, "threshold": 0.9}),
     ],
 )
 def test_diffusion_decoding_has_no_prefill(toys: SimpleNamespace, kind: str, settings: dict[str, Any]) -> None:
