@@ -6,7 +6,7 @@ shuffles them within a window, puts separators after each, and cuts the tokens i
 so documents of a row see each other. Documents whose text has a certain hash are for validation, in every epoch and on
 every rank. After the last document the next epoch begins, with another order: the stream has no end.
 
-Source: arXiv 2504.20456, section 5.1 (rows of 512 tokens with separators between documents).
+Source: arXiv 2504.20456, section 6 (rows of 512 tokens with separators between documents).
 """
 
 import hashlib

@@ -95,7 +95,7 @@ def _verification(
     if threshold == 0:
         return VerifyAll()
     calibration = draft.metadata.calibration
-    if calibration is not None and threshold > 0 and not proposer.plain:
+    if calibration is not None and not proposer.plain:
         warnings.warn(
             f"STS temperatures were fitted with the sequential head on and without refinement; this decoder has "
             f"sequential_head={sequential_head}, refinement_passes={proposer.refinement_passes}: they are "

@@ -48,8 +48,8 @@ def reference(decoders: Container[str]) -> str:
     """The decoder, among those of one benchmark, that `speedup_vs_base_ar` of every row is relative to: AR of the base
     if it is there, else AR; of diffusion LMs diffusion, of infilling any_subset likewise. Raises UserError if none of
     them is there."""
-    serial = (AR, DIFFUSION, ANY_SUBSET)
-    for name in (name for one in serial for name in (f"base_{one}", one)):
+    one_token = (AR, DIFFUSION, ANY_SUBSET)  # decoders that emit one per pass
+    for name in (name for decoder in one_token for name in (f"base_{decoder}", decoder)):
         if name in decoders:
             return name
     names = f"{AR}, {DIFFUSION} or {ANY_SUBSET}"
@@ -57,7 +57,7 @@ def reference(decoders: Container[str]) -> str:
 
 
 def baseline_label(baselines: Iterable[str]) -> str:
-    """How tables name these baselines: AR, any_subset, or, if they are of both kinds, "baseline"."""
+    """How tables name these baselines: AR, any_subset, diffusion, or, if they are of several kinds, "baseline"."""
     kinds = {name.removeprefix("base_") for name in baselines}
     return "baseline" if len(kinds) > 1 else "AR" if kinds <= {AR} else kinds.pop()
 

@@ -1,5 +1,9 @@
 """Drafts from the bigrams of a text whose tokens become known in any order (arXiv 2504.20456, Algorithm 2).
 
+Departures from eq. 23: the bigram of "b, then a" counts (the indicator there has them the other way round), and the
+denominator is the number of counted bigrams that begin with b, so that the probabilities sum to 1. The back-off to
+unigrams is in the released code.
+
 Legend: J = draft slots, V = vocabulary.
 """
 
