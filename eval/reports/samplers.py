@@ -28,9 +28,9 @@ from eval.samples import Sample, read_samples
 BIASED = "~"  # suffix of a decoder that does not have its baseline's distribution
 LEGEND = f"""\
 mean ± standard error over prompts (seconds: over batches); p: paired tests
-against the baseline on the same prompts, Student's t and Wilcoxon's signed ranks
-NFE: passes of the model: those that test drafts (oracle) and the others (draft:
-they draft, or give one token); aux: passes of another drafter, such as n-grams
+against the baseline on the same prompts (Student's t, Wilcoxon's signed ranks)
+NFE: passes of the model, those that test drafts (oracle) and others (draft);
+aux: passes of another drafter, such as n-grams
 {BIASED}: not its baseline's distribution: biased, or lossy by a tolerance"""
 
 Entry = dict[str, Any]
