@@ -33,7 +33,7 @@ from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
@@ -283,19 +283,21 @@ def infilling(
     return made
 
 
-def conditional(of: Backbone, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int) -> Tensor:
+def conditional(
+    model: AnySubsetModel, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int
+) -> Tensor:
     """Logits of an any-subset model for `place` given all of `tokens`, which are in order of generation: one query and
     no cache. Of a causal LM by a mask written out, of an XLNet by transformers' own pass over the whole text."""
-    n, mask_token = len(tokens), torch.tensor([of.mask_token_id])
-    if isinstance(of, XLNet):
-        logits = two_stream_logits(of, tokens, positions, prompt=prompt, at=positions[place])
+    n, mask_token = len(tokens), torch.tensor([model.mask_token_id])
+    if isinstance(model, XLNet):
+        logits = two_stream_logits(model, tokens, positions, prompt=prompt, at=positions[place])
         return logits.index_fill(-1, mask_token, -torch.inf)
     sees = torch.tensor([[k < max(prompt, q + 1) for k in range(n + 1)] for q in range(n + 1)])
     at = torch.tensor([[*positions[:n], positions[place]]])
-    hidden = of(
-        torch.tensor([[*tokens, of.mask_token_id]]), positions_BL=at, mask=lambda b, h, q, kv: sees[q, kv]
+    hidden = model(
+        torch.tensor([[*tokens, model.mask_token_id]]), positions_BL=at, mask=lambda b, h, q, kv: sees[q, kv]
     ).hidden_BLD
-    return of.logits(hidden[0, -1]).index_fill(-1, mask_token, -torch.inf)
+    return model.logits(hidden[0, -1]).index_fill(-1, mask_token, -torch.inf)
 
 
 def two_stream_logits(of: XLNet, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, at: int) -> Tensor:

@@ -19,6 +19,7 @@ _CHOICES = {
     r"optimizer=(\w+)": rf"use optimizer.<key>=..., or data=\g<1> for everything that goes with that data: {_PAGE}",
     r"trainer=(\w+)": rf"use trainer.<key>=..., hardware=cpu|gpu, or data=\g<1>: {_PAGE}",
     r"trajectories=(\w+)": rf"use data=\g<1>: {_PAGE}",
+    r"decoder=(\[?(?:[\w,]+,)?(?:base_)?)confidence_threshold(.*)": r"use decoder=\g<1>fast_dllm\g<2>",
     r"data=tiny_corpus": "use recipe=ar_base, which sets that corpus on its page",
     r"calibration=none": "use calibration=null",
     r"calibration=sts": "STS is part of recipe=dspark: leave calibration= out there",
@@ -33,7 +34,9 @@ _KEYS = {
     r"decoder\.(\w+)\.build\.(?:build\.)?(?:plan\.)?(\w+)": r"decoder.\g<1>.\g<2>",
     r"decoder\.(\w+)\.method": r"decoder.\g<1>.label",
     r"decoder\.(\w+)\.serial": r"decoder.\g<1>.weights=base for decoders of the base",
+    r"decoder\.(base_)?confidence_threshold(\w*)\.(\w+)": r"decoder.\g<1>fast_dllm\g<2>.\g<3>",
     r"method\.tuning\.share": "method.tuning.interpolation",
+    r"method\.lookahead": "method.draft_depth",
 }
 
 # `_target_`: moved modules, and the classes renamed in them.
@@ -63,6 +66,7 @@ _TARGETS = {
     "eval.report.": "eval.reports.report.",
     "eval.speed.SpeedReport": "eval.speed.settings.SpeedSettings",
     "eval.search.Search": "eval.search.settings.SearchSettings",
+    "eval.decoders.confidence_threshold": "eval.decoders.fast_dllm",
     "eval.evaluate.DecoderSpec": "eval.decoders.DecoderSpec",
 }
 
@@ -162,9 +166,10 @@ def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's stored config with current `_target_`s and keys; its decoders are left as they are, since an evaluation
     configures its own."""
     found: dict[str, Any] = _with_current_targets(config)
-    tuning = (found.get("method") or {}).get("tuning")
-    if isinstance(tuning, dict) and "share" in tuning:
-        tuning["interpolation"] = tuning.pop("share")
+    method = found.get("method") or {}
+    for node, old, new in ((method.get("tuning"), "share", "interpolation"), (method, "lookahead", "draft_depth")):
+        if isinstance(node, dict) and old in node:
+            node[new] = node.pop(old)
     if "label" in found:
         found["label"] = _LABELS.get(found["label"], found["label"])
     return found

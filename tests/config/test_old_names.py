@@ -55,6 +55,10 @@ def test_names_of_today_are_never_old() -> None:
     assert all("\\" in pattern for pattern in _KEYS)
 
 
+def test_a_stored_key_of_as_arm_is_renamed() -> None:
+    assert renamed({"method": {"lookahead": 4, "order": "sorted"}}) == {"method": {"draft_depth": 4, "order": "sorted"}}
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [("Full", "FullFineTuning"), ("FullFineTuning", "FullFineTuning"), ("LoRA", "LoRA")]
 )

@@ -228,7 +228,7 @@ def test_packets(toys: SimpleNamespace) -> None:
     assert branch_parallel._unpacked(data, len(data) // 2) is None
 
 
-def test_of_equal_branches_the_one_nearest_to_the_anchor_wins() -> None:
+def test_of_equal_branches_the_lowest_number_wins() -> None:
     packets = [BranchResult(0.5, 2, []), BranchResult(0.7, 3, []), BranchResult(0.7, 1, [])]
     assert min(packets, key=lambda packet: packet.key).branch == 1
     assert SingleProcess().select_best([None, packets[0]], 1) == [packets[0]]
