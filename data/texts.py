@@ -1,4 +1,4 @@
-"""Texts for training, streamed: packed into rows of equal length, shared out to ranks, resumed at the same row.
+"""Texts for training, streamed: packed into rows of equal length, divided among the ranks, resumed at the same row.
 
 Documents are read one by one and never held as a whole. Each rank reads documents of its own
 (`split_dataset_by_node`: whole files where their number is a multiple of the ranks', else every n-th document),

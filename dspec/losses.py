@@ -33,7 +33,7 @@ class Workspace:
         kind, self._device = like.device.type, like.device
         autocast = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
         self.dtype = torch.get_autocast_dtype(kind) if autocast else like.dtype
-        self.wide = torch.promote_types(self.dtype, torch.float32)  # of everything but the matmuls
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # dtype of everything except matmuls
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
 

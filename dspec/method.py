@@ -64,7 +64,7 @@ class Method(nn.Module, ABC):
         """Called after each optimizer step (EMA weights are updated here)."""
 
     def finish(self) -> None:
-        """Called once after training: leaves plain weights, merged and without caches, as they are decoded;
+        """Called once after training: merges adapters and drops caches, so that the weights are those that are decoded;
         training/models.py then rounds them to the dtype in which they ship."""
 
     @abstractmethod

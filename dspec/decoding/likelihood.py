@@ -29,7 +29,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of each of a continuation's tokens, given the context and the tokens before it."""
+    """Log probability of each token of a continuation, given the context and the tokens before it."""
 
     log_probs: Tensor
     greedy: bool  # each token is the most probable one: greedy decoding writes this continuation

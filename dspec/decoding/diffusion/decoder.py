@@ -1,4 +1,4 @@
-"""Decoding of diffusion LMs: one stepper for all of its ways, which differ in a handful of settings.
+"""Decoding of diffusion LMs: one decoder; the published methods are settings of it.
 
 Every pass guesses a token for each open slot of the answer; block_state.py says which guesses are kept and which slots
 come next. `diffusion` keeps a fixed number of the most confident ones per pass; with one it is the baseline of the
@@ -6,7 +6,7 @@ others, which are lossy relative to it. `fast_dllm` keeps all that are probable 
 does so in several blocks at a time (D2F), `lopa` tries further guesses in branches (LoPA, lookahead.py).
 
 Under block-causal attention the keys and values of filled blocks are final and cached exactly. Under full attention
-all that is cached is approximate, since cached slots would have seen what has been filled after them:
+every cached key and value is approximate: it was computed before later slots were filled.
 `committed` caches filled blocks as they are when filled (D2F and LoPA with full window attention), `prefix` all before
 the block being decoded and `dual` all but that block, as they are when the block is begun (Fast-dLLM).
 
@@ -83,7 +83,7 @@ class DiffusionConfig:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether this is the baseline: one token per pass, nothing cached that is not exact."""
+        """Whether this is the baseline: one token per pass, and only exact caching."""
         exact = self.cache == NONE or self.attention == BLOCK_CAUSAL
         rules = self.rules
         return (
