@@ -34,6 +34,7 @@ _KEYS = {
     r"decoder\.(\w+)\.method": r"decoder.\g<1>.label",
     r"decoder\.(\w+)\.serial": r"decoder.\g<1>.weights=base for decoders of the base",
     r"method\.tuning\.share": "method.tuning.interpolation",
+    r"target\.mask_token_id": "target.mask_token",
 }
 
 # `_target_`: moved modules, and the classes renamed in them.
@@ -165,6 +166,9 @@ def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     tuning = (found.get("method") or {}).get("tuning")
     if isinstance(tuning, dict) and "share" in tuning:
         tuning["interpolation"] = tuning.pop("share")
+    target = found.get("target")
+    if isinstance(target, dict) and "mask_token_id" in target:
+        target["mask_token"] = target.pop("mask_token_id")
     if "label" in found:
         found["label"] = _LABELS.get(found["label"], found["label"])
     return found
