@@ -610,7 +610,7 @@ def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -
     plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=None, attention=None)
     assert plain.settings(GREEDY)["attention"] == "full"
     target.model.config.dspec_attention = "block_causal"
-    plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=None, attention=None)
+    plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=8, attention=None)
     assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
     target.model.config.dspec_attention = "sideways"
     with pytest.raises(UserError, match="dspec_attention=sideways"):
