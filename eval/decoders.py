@@ -17,7 +17,7 @@ from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.diffusion.block_state import BlockRules
 from dspec.decoding.diffusion.branch_parallel import join_processes
-from dspec.decoding.diffusion.decoder import COMMITTED, NONE, BlockDiffusion, DiffusionConfig
+from dspec.decoding.diffusion.decoder import COMMITTED, NONE, BlockDiffusion, DiffusionConfig, not_as_trained
 from dspec.decoding.diffusion.forward import BLOCK_CAUSAL, FULL, PROBABILITY, TrainingRecord
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.decoding.diffusion.row_state import BranchExecutor, SingleProcess
@@ -294,12 +294,9 @@ def _block_diffusion(
     config = DiffusionConfig(
         rules=rules, attention=attention, cache=cache, lookahead=lookahead, confidence_measure=confidence_measure
     )
-    trained = TrainingRecord.read(target).attention
-    if trained not in (None, attention):
+    if differences := not_as_trained(config, TrainingRecord.read(target)):
         warnings.warn(
-            f"{target.name!r} was trained under {trained} attention, this decoder's is {attention}: its answers "
-            "are not what the model was trained for (results have both)",
-            stacklevel=3,
+            f"{target.name!r} is not decoded as it was trained ({'; '.join(differences)}): results say so", stacklevel=3
         )
     return BlockDiffusion(target=target, config=config, executor=executor or SingleProcess())
 

@@ -54,7 +54,7 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
 def _model(folder: str | None) -> AnySubsetModel:
     if folder is None:
         return embedded_any_subset(dtype="float32", device="cpu")
-    return load_language_model(path=folder, name=folder, dtype="float32", device="cpu", mask_token_id=None)
+    return load_language_model(path=folder, name=folder, dtype="float32", device="cpu", mask_token=None)
 
 
 def main() -> None:

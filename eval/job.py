@@ -42,8 +42,9 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     quiet()
     torch.set_num_threads(torch.get_num_threads())  # once set, MKL no longer picks its thread count by load
     check_types(cfg)
+    named = instantiate_decoders(cfg)
     check_decoders(
-        {AR: _plain_ar(), **instantiate_decoders(cfg)},
+        named if only_diffusion(named.values()) else {AR: _plain_ar(), **named},
         drafter=cfg.checkpoint is not None,
         without="set checkpoint=<run folder>",
     )

@@ -61,5 +61,5 @@ def _target(node: DictConfig, checkpoint: Path | None) -> AnySubsetModel:
         return instantiate(node)
     path = str(checkpoint / "target")
     return load_language_model(
-        path=path, name=path, dtype=node.dtype, device=node.get("device", "cpu"), mask_token_id=None
+        path=path, name=path, dtype=node.dtype, device=node.get("device", "cpu"), mask_token=None
     )

@@ -40,7 +40,7 @@ def test_xlnet_trains_and_is_evaluated(small_job: Any, tmp_path: Path) -> None:
         without=WITHOUT,
     )  # fmt: skip
     the_same_greedy_answers(run)
-    written = load_language_model(path=str(run / "target"), name="t", dtype="float32", device="cpu", mask_token_id=None)
+    written = load_language_model(path=str(run / "target"), name="t", dtype="float32", device="cpu", mask_token=None)
     assert isinstance(written, XLNet)
 
 

@@ -76,7 +76,7 @@ def test_the_whole_recipe(cache: Path, tmp_path: Path) -> None:
         assert row["branch_forwards"] >= row["nfe"] - row["nfe_prefill"]
     assert by_name["base_jacobi"]["branch_forwards"] > by_name["base_jacobi_multiblock"]["branch_forwards"]
     base, trained = embedded_target(dtype="float32", device="cpu"), out / "target"
-    exported = load_language_model(path=str(trained), name="t", dtype="float32", device="cpu", mask_token_id=None)
+    exported = load_language_model(path=str(trained), name="t", dtype="float32", device="cpu", mask_token=None)
     assert not torch.equal(exported.embed_tokens.weight, base.embed_tokens.weight)
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()[1:]]
     wanted = [s["text"] for s in samples if (s["decoder"], s["benchmark"]) == ("autoregressive", "problems")]
@@ -115,7 +115,7 @@ def test_a_moving_average_over_lora_survives_a_kill(toys: SimpleNamespace, cache
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not any("lora_" in name for name in one)
     base = embedded_target(dtype="float32", device="cpu")
-    tuned = load_language_model(path=str(whole / "target"), name="t", dtype="float32", device="cpu", mask_token_id=None)
+    tuned = load_language_model(path=str(whole / "target"), name="t", dtype="float32", device="cpu", mask_token=None)
     assert torch.equal(base.embed_tokens.weight, tuned.embed_tokens.weight)  # adapters alone were trained
     weight = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(base.model.get_parameter(weight), tuned.model.get_parameter(weight))

@@ -40,7 +40,12 @@ _LEAST = {
     "pool_size": 0,
     "candidates": 0,
     "refinement_passes": 0,
+    "tokens_per_step": 1,
+    "branches": 0,
+    "segment": 1,
 }
+_RATIOS = ("append_ratio", "activate_ratio", "threshold")
+_OF_DIFFUSION = tuple(f"eval.decoders.{name}" for name in ("diffusion", "confidence_threshold", "d2f", "lopa"))
 
 
 def check(cfg: DictConfig, *, config: str) -> None:
@@ -57,6 +62,7 @@ def check(cfg: DictConfig, *, config: str) -> None:
         if not path.startswith("search."):  # lists of such values
             _check_range(path, value)
     _check_copies(values.get("decoder") or {})
+    _check_blocks(values)
 
 
 def known_keys(config: str) -> set[str]:
@@ -141,6 +147,8 @@ def _check_range(path: str, value: Any) -> None:
         raise UserError(f"{path}={value} must be an integer of at least 1 (-1: run for trainer.max_epochs)")
     elif name == "top_p" and _is_number(value) and not 0 < value <= 1:
         raise UserError(f"{path}={value} must be above 0 and at most 1")
+    elif name in _RATIOS and _is_number(value) and not 0 <= value <= 1:
+        raise UserError(f"{path}={value} is a ratio or a probability: it must lie in [0, 1]")
     elif name == "temperatures" and not (isinstance(value, str) and "${" in value):
         _check_temperatures(path, value)
 
@@ -170,3 +178,20 @@ def _check_copies(decoders: Mapping[str, Any]) -> None:
         if copied and copied[1] not in decoders:
             name = path.partition(".")[0]
             raise UserError(f"{name} copies the settings of {copied[1]}: use decoder=[...,{name},{copied[1]}]")
+
+
+def _check_blocks(values: Mapping[str, Any]) -> None:
+    """Raises UserError for a decoder of diffusion LMs whose blocks are larger than an answer may be."""
+    budgets = {
+        path: value
+        for path, value in flat({"benchmark": values.get("benchmark") or {}}).items()
+        if path.endswith(".max_new_tokens") and _is_number(value)
+    }
+    for name, node in (values.get("decoder") or {}).items():
+        if node.get("_target_") not in _OF_DIFFUSION or not _is_number(size := node.get("block_size")):
+            continue
+        if small := [path for path in budgets if budgets[path] < size]:
+            raise UserError(
+                f"decoder.{name}.block_size={size} is larger than {small[0]}={budgets[small[0]]}: lower it, or set it "
+                "to null (one block over the whole answer)"
+            )

@@ -37,6 +37,7 @@ _KEYS = {
     r"decoder\.(base_)?confidence_threshold(\w*)\.(\w+)": r"decoder.\g<1>fast_dllm\g<2>.\g<3>",
     r"method\.tuning\.share": "method.tuning.interpolation",
     r"method\.lookahead": "method.draft_depth",
+    r"target\.mask_token_id": "target.mask_token",
 }
 
 # `_target_`: moved modules, and the classes renamed in them.
@@ -166,8 +167,13 @@ def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run's stored config with current `_target_`s and keys; its decoders are left as they are, since an evaluation
     configures its own."""
     found: dict[str, Any] = _with_current_targets(config)
-    method = found.get("method") or {}
-    for node, old, new in ((method.get("tuning"), "share", "interpolation"), (method, "lookahead", "draft_depth")):
+    method, target = found.get("method") or {}, found.get("target")
+    moved = (
+        (method.get("tuning"), "share", "interpolation"),
+        (method, "lookahead", "draft_depth"),
+        (target, "mask_token_id", "mask_token"),
+    )
+    for node, old, new in moved:
         if isinstance(node, dict) and old in node:
             node[new] = node.pop(old)
     if "label" in found:

@@ -98,25 +98,24 @@ class AnySubsetModel(nn.Module, ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the tokenizer's EOS, and those of the model's generation config.
+        """Tokens that end an answer.
 
         Raises UserError for a target that has neither.
         """
-        more = getattr(self.model.generation_config, "eos_token_id", None)
-        more = [] if more is None else [more] if isinstance(more, int) else list(more)
-        turn_end = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
-        if not turn_end and not more:
+        ends = end_tokens(self.model, self.tokenizer)
+        if not ends:
             raise UserError(
                 f"target {self.name!r} has no end-of-text token: set eos_token in its tokenizer_config.json"
             )
-        return tuple(dict.fromkeys([*turn_end, *more]))
+        return ends
 
     def required_mask_token(self) -> int:
         """The mask token's id. Raises UserError for a model that has none, or one outside its vocabulary."""
         if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"{self.name!r} has no mask token (mask_token_id={self.mask_token_id} is outside the vocabulary of "
-                f"{self.vocab_size}): set target.mask_token_id to an unused token id"
+                f"{self.vocab_size}): set target.mask_token=<the id of an unused token>, or target.mask_token=add "
+                "for a new one"
             )
         return self.mask_token_id
 
@@ -127,6 +126,14 @@ class AnySubsetModel(nn.Module, ABC):
                 f"a prompt of {prompt} tokens and max_new_tokens={new} exceed the context of {self.name!r} "
                 f"({self.max_positions} positions); shorten the prompt or lower max_new_tokens"
             )
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's EOS, and those of the model's generation config."""
+    more = getattr(model.generation_config, "eos_token_id", None)
+    more = [] if more is None else [more] if isinstance(more, int) else list(more)
+    turn_end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return tuple(dict.fromkeys([*turn_end, *more]))
 
 
 def lm_logits(head: nn.Linear, hidden: Tensor) -> Tensor:

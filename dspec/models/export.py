@@ -19,7 +19,7 @@ def export_language_model(target: AnySubsetModel, folder: Path, *, dtype: torch.
     if target.mask_token_id is not None:
         model.config.mask_token_id = target.mask_token_id
     with atomic_folder(folder) as scratch:
-        model.save_pretrained(scratch)
+        model.save_pretrained(scratch, save_original_format=False)  # not under the names of a foreign folder
         target.tokenizer.save_pretrained(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
     return folder

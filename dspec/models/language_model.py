@@ -10,7 +10,8 @@ Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = voc
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,7 @@ from dspec.attention.masks import Mask, Predicate
 from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache, Window
+from dspec.models.mask_token import choose_mask_token
 from dspec.models.rotary import Rotary
 from dspec.models.xlnet import MODEL_TYPE as XLNET
 from dspec.models.xlnet import XLNet
@@ -234,28 +236,55 @@ def check_bfloat16() -> None:
         )
 
 
-def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> AnySubsetModel:
-    """A target from a local folder or the Hub, an XLNet included; `dtype` float32 | bfloat16 | float64.
+def load_language_model(
+    *, path: str, name: str, dtype: str, device: str, mask_token: int | str | None
+) -> AnySubsetModel:
+    """A target from a local folder or the Hub, an XLNet included; `dtype` float32 | bfloat16 | float64, `mask_token` as
+    in models/mask_token.py. Code in a folder is never run.
 
     Raises UserError if the model or its tokenizer cannot be loaded.
     """
+    place = checked_device(device, dtype=dtype)
+    path = checkpoint_path(path)
+    with one_line_failure(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    mask_token_id = choose_mask_token(model, tokenizer, mask_token, name=name)
+    kind = XLNet if model.config.model_type == XLNET else LanguageModel
+    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def checkpoint_path(path: str) -> str:
+    """A local folder as such (restored where its writer was killed), everything else as the name on the Hub."""
+    folder = Path(path).expanduser()
+    restore(folder)
+    return str(folder) if folder.is_dir() else path
+
+
+@contextmanager
+def one_line_failure(path: str) -> Iterator[None]:
+    """Raises UserError with the first line of what transformers says when it cannot load."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason}){_hint(reason)}") from error
+
+
+def _hint(reason: str) -> str:
+    if "custom code" not in reason:
+        return ""
+    return "; dspec runs none: for models of these families use target=dream, diffucoder or llada with target.path"
+
+
+def checked_device(device: str, *, dtype: str) -> str:
+    """`local_device`; raises UserError for a dtype that is unknown, or that does not work there."""
     if dtype not in DTYPES:
         raise UserError(f"target.dtype={dtype} is unknown; use one of {', '.join(DTYPES)}")
     place = local_device(device)
     if dtype == "bfloat16" and torch.device(place).type == "cpu":
         check_bfloat16()
-    folder = Path(path).expanduser()
-    restore(folder)
-    if folder.is_dir():
-        path = str(folder)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
-    kind = XLNet if model.config.model_type == XLNET else LanguageModel
-    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+    return place
 
 
 def local_device(device: str) -> str:
@@ -305,7 +334,7 @@ def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
 
 def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
     folder = str(ASSETS / name)
-    return require_causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token_id=None))
+    return require_causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token=None))
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:

@@ -131,9 +131,16 @@ def legend(rows: Sequence[ResultRow]) -> str:
     if (header := _other_reference(rows)) is not None:
         lines.append(f"{header}: the same over {_named_references(rows)}.")
     lines.append(f"diff: greedy answers that differ from {named}'s.")
+    for method, differences in _not_as_trained(rows).items():
+        lines.append(f"{method}: {'; '.join(differences)}.")
     if any(map(_undecided, rows)):
         lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
     return "\n".join(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in lines)
+
+
+def _not_as_trained(rows: Sequence[ResultRow]) -> dict[str, list[str]]:
+    """By method: where its decoder's mask is not the one that the model was trained under."""
+    return {row["method"]: found for row in rows if (found := row["decoder"].get("not_as_trained"))}
 
 
 def _baselines_by_decoder(rows: Sequence[ResultRow]) -> str:

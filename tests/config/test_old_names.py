@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from dspec.config.compose import composed
 from dspec.config.leaves import flat
-from dspec.config.old_names import _KEYS, _TARGETS, check_config, renamed
+from dspec.config.old_names import _KEYS, _TARGETS, check_arguments, check_config, renamed
 from dspec.errors import UserError
 from eval.reports.comparison import _differing
 from eval.results import load
@@ -69,6 +69,14 @@ def test_tuning_was_part_of_jacobi_forcing(old: str, new: str) -> None:
     assert _there(new)
     with pytest.raises(UserError, match=f"is now {new}"):
         check_config({"method.tuning._target_": old})
+
+
+def test_the_mask_token_was_an_id() -> None:
+    for argument in ("target.mask_token_id=5", "+target.mask_token_id=5"):
+        with pytest.raises(UserError, match=r"target\.mask_token_id is now target\.mask_token$"):
+            check_arguments([argument])
+    check_config({"target.mask_token": "add"})
+    assert renamed({"target": {"mask_token_id": 5, "path": "x"}}) == {"target": {"mask_token": 5, "path": "x"}}
 
 
 @pytest.mark.parametrize("module", ["dspec.teachers", "dspec.jacobi_forcing.teachers"])

@@ -11,6 +11,8 @@ import torch
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.temperatures import Calibration
+from eval import decoders
+from eval.evaluate import _built
 
 WARM = Sampling(temperature=1.0, top_p=0.9)
 PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.0}
@@ -80,3 +82,10 @@ def test_refusals(toys: SimpleNamespace) -> None:
         toys.build_decoder("speculative", target=target, draft=None, **PLAIN)
     with pytest.raises(UserError, match="refinement_passes"):
         toys.build_decoder("speculative", target=target, draft=toys.draft(target), **PLAIN | {"refinement_passes": -1})
+
+
+def test_a_decoder_that_is_refused_is_named(toys: SimpleNamespace) -> None:
+    rules = {"block_size": 4, "append_ratio": 0.1, "activate_ratio": 0.9, "threshold": 1.5}
+    spec = decoders.d2f(label="D2F", weights="trained", base=toys.target, **rules)
+    with pytest.raises(UserError, match=r"^decoder\.mine: threshold=1\.5"):
+        _built("mine", spec, toys.target(), None)

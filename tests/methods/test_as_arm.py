@@ -433,11 +433,11 @@ def test_the_folder_knows_the_mask_token_even_where_no_tokenizer_does(tmp_path: 
     of = embedded_target(dtype="float32", device="cpu")
     of.mask_token_id = 17
     folder = method(of).export(tmp_path, card="card")
-    written = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=None)
+    written = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token=None)
     assert written.mask_token_id == 17
     assert written.tokenizer.mask_token == "<|mask|>"
     assert (folder / "README.md").read_text() == "card"
-    asked = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=5)
+    asked = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token=5)
     assert asked.mask_token_id == 5
 
 

@@ -101,7 +101,7 @@ def test_what_is_evaluated_is_what_is_written(
 
     folder = tmp_path / "target"
     assert json.loads((folder / "config.json").read_text())["dtype"] == (written or loaded)
-    own = {"path": str(folder), "name": "t", "device": "cpu", "mask_token_id": None}
+    own = {"path": str(folder), "name": "t", "device": "cpu", "mask_token": None}
     again = load_language_model(**own, dtype=loaded)
     assert again.mask_token_id == target.mask_token_id
     stored = load_language_model(**own, dtype=written or loaded).model.state_dict()

@@ -254,7 +254,7 @@ def test_refusals(toys: SimpleNamespace, tmp_path: Path) -> None:
     with _refused("prompt of 13 tokens and max_new_tokens=8 exceed .*20 positions"):
         target.check_length(13, 8)
     with _refused("cannot load target"):
-        load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=None)
+        load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token=None)
 
 
 @pytest.mark.parametrize("code", [0, -4])
@@ -277,17 +277,17 @@ def test_load_target(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.
     words.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        target = load_language_model(path=str(tmp_path), name="x", dtype=name, device="cpu", mask_token_id=None)
+        target = load_language_model(path=str(tmp_path), name="x", dtype=name, device="cpu", mask_token=None)
         assert (target.dtype, target.mask_token_id) == (dtype, 10)
         assert torch.equal(target.lm_head.weight, made.lm_head.weight.to(dtype))
     with _refused("float32, bfloat16, float64"):
-        load_language_model(path=str(tmp_path), name="x", dtype="float16", device="cpu", mask_token_id=None)
-    target = load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=4)
+        load_language_model(path=str(tmp_path), name="x", dtype="float16", device="cpu", mask_token=None)
+    target = load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token=4)
     assert target.mask_token_id == 4
 
 
 def test_a_target_whose_writer_was_killed_between_its_renames_is_found(tmp_path: Path) -> None:
     embedded = Path(dspec.__file__).parent / "assets" / "tiny"
     shutil.copytree(embedded, tmp_path / ".mine.old")
-    own = {"name": "mine", "dtype": "float32", "device": "cpu", "mask_token_id": None}
+    own = {"name": "mine", "dtype": "float32", "device": "cpu", "mask_token": None}
     assert load_language_model(path=str(tmp_path / "mine"), **own).num_layers == 6

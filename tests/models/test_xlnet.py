@@ -101,7 +101,7 @@ def test_a_folder_of_its_own(tmp_path: Path) -> None:
     assert of.mask_token_id == of.tokenizer.mask_token_id
     of.model.save_pretrained(tmp_path)
     of.tokenizer.save_pretrained(tmp_path)
-    read = load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=None)
+    read = load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token=None)
     assert isinstance(read, XLNet)
     assert read.mask_token_id == of.mask_token_id
     assert of.model.state_dict().keys() == read.model.state_dict().keys()

@@ -102,6 +102,18 @@ class DiffusionConfig:
         return asdict(self.rules) | asdict(self.lookahead) | {name: getattr(self, name) for name in names}
 
 
+def not_as_trained(config: DiffusionConfig, trained: TrainingRecord) -> list[str]:
+    """What differs between the mask that a model was trained under, as far as it is recorded, and that of a decoder."""
+    differences = []
+    if trained.attention not in (None, config.attention):
+        differences.append(f"{config.attention} attention, trained under {trained.attention}")
+    blocks = config.rules.block_size
+    if config.attention == BLOCK_CAUSAL and trained.block_size not in (None, blocks):
+        named = "one block" if blocks is None else f"blocks of {blocks}"
+        differences.append(f"{named}, trained with blocks of {trained.block_size}")
+    return differences
+
+
 class BlockDiffusion:
     """Decoding of any batch; its rows may be in any phase."""
 
@@ -113,7 +125,12 @@ class BlockDiffusion:
         self.lossless = config.one_by_one
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
-        trained = {"trained_attention": self.trained.attention, "trained_block_size": self.trained.block_size}
+        trained = {
+            "trained_attention": self.trained.attention,
+            "trained_block_size": self.trained.block_size,
+            "logit_shift": self.trained.shift,
+            "not_as_trained": not_as_trained(self.config, self.trained),
+        }
         return sampling.to_dict() | self.config.settings() | trained
 
     def check(self, requests: Sequence[Request]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -569,10 +570,38 @@ def test_refusals(toys: SimpleNamespace) -> None:
         decoder(target)
 
 
+@pytest.mark.parametrize(
+    ("attention", "blocks", "said"),
+    [
+        ("block_causal", 8, []),
+        ("block_causal", 4, ["blocks of 4, trained with blocks of 8"]),
+        ("block_causal", None, ["one block, trained with blocks of 8"]),
+        ("full", 4, ["full attention, trained under block_causal"]),  # where blocks are an order, no mask
+    ],
+)
+def test_another_mask_than_the_trained_one_is_said(
+    toys: SimpleNamespace, attention: str, blocks: int | None, said: list[str]
+) -> None:
+    """Once when the decoder is made, and in results; the shift is the model's own."""
+    target = model(toys, shift=True)
+    target.model.config.dspec_attention, target.model.config.dspec_block_size = "block_causal", 8
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=blocks, attention=attention)
+    assert [str(one.message).split("(")[1].split(")")[0] for one in caught] == said
+    told = made.settings(GREEDY)
+    assert (told["not_as_trained"], told["logit_shift"]) == (said, True)
+    del target.model.config.dspec_attention, target.model.config.dspec_block_size
+    assert (
+        made.__class__(target=target, config=made.config, executor=made.executor).settings(GREEDY)["not_as_trained"]
+        == []
+    )  # nothing is recorded
+
+
 def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -> None:
     target = model(toys)
     target.model.config.dspec_attention, target.model.config.dspec_block_size = "bidirectional", 8
-    with pytest.warns(UserWarning, match="trained under full attention, this decoder's is block_causal"):
+    with pytest.warns(UserWarning, match="block_causal attention, trained under full"):
         one = toys.build_decoder(
             "d2f", target=target, block_size=4, append_ratio=0.1, activate_ratio=0.95, threshold=0.9
         )
@@ -581,7 +610,7 @@ def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -
     plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=None, attention=None)
     assert plain.settings(GREEDY)["attention"] == "full"
     target.model.config.dspec_attention = "block_causal"
-    plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=None, attention=None)
+    plain = toys.build_decoder("diffusion", target=target, tokens_per_step=1, block_size=8, attention=None)
     assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
     target.model.config.dspec_attention = "sideways"
     with pytest.raises(UserError, match="dspec_attention=sideways"):

@@ -78,6 +78,15 @@ def test_answers_without_a_verdict_are_counted() -> None:
     assert "undecided" not in table(rows[:1], trusted=True) + legend(rows[:1])
 
 
+def test_a_decoder_whose_mask_the_model_does_not_know_is_named() -> None:
+    said = ["blocks of 4, trained with blocks of 8", "full attention, trained under block_causal"]
+    rows = [made("AR"), made("D2F", decoder={"name": "d2f", "temperature": 0.0, "not_as_trained": said})]
+    assert f"D2F: {'; '.join(said)}." in " ".join(legend(rows).split())
+    assert max(map(len, legend(rows).splitlines())) <= 80
+    rows[1]["decoder"]["not_as_trained"] = []
+    assert "D2F" not in legend(rows)
+
+
 def test_a_row_that_is_done_shows_whether_its_speedup_is_trusted() -> None:
     assert line(made("ours"), trusted=False).endswith("x AR 1.74*")
     assert line(made("ours"), trusted=True).endswith("x AR 1.74")
