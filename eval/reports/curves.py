@@ -183,10 +183,9 @@ def draw(points: Sequence[Point], *, along: str | None, title: str, folder: Path
     title = f"{title}\nband: 95 % interval of {base['method']}'s quality"
     by_curve = curves(points)
     plot_frontier(by_curve, reference=reference, title=title, path=folder / f"frontier{suffix}.png")
-    varied = {name: same for name, same in by_curve.items() if same[0]["at"] is not None}
     if along is not None:
         path = folder / f"{along}{suffix}.png"
-        plot_scaling(varied, setting=along, reference=reference, title=title, path=path)
+        plot_scaling(by_curve, setting=along, reference=reference, title=title, path=path)
 
 
 def report(folder: Path, *, along: str | None) -> str:

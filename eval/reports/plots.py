@@ -108,8 +108,9 @@ def plot_filled(panels: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
             _check(curves, length=None)
             for (label, values), (colour, dash, _) in zip(curves.items(), _looks(), strict=False):
                 axes.plot(range(1, len(values) + 1), values, color=colour, ls=dash, lw=1.6, label=label)
+            axes.set_xscale("log", base=2)  # the baseline has many passes, the others few
             axes.set(title=benchmark, xlabel="forward pass")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
         grid[0].set_ylabel("tokens of the answer filled")
         grid[0].set_ylim(bottom=0)
         _legend(figure, grid[0])
@@ -158,16 +159,18 @@ def plot_scaling(
     title: str,
     path: Path,
 ) -> None:
-    """Tokens per forward pass, and quality, against a `setting` of the decoders: two panels, one line per curve, with
-    95 % intervals. `reference` as in `plot_pareto`."""
+    """Tokens per forward pass, and quality, against a `setting` of the decoders: two panels, one line per curve whose
+    points have a value of it, with 95 % intervals. `reference` as in `plot_pareto`."""
     with rc_context(_STYLE):
         figure = _figure(10.0, 4.0)
         tpf, quality = figure.subplots(1, 2)
         _draw_reference(quality, reference)
         for axes, y in ((tpf, "tpf"), (quality, "quality")):
-            for (label, points), look in zip(curves.items(), _looks(), strict=False):
-                _draw_curve(axes, label, points, look, x="at", y=y, filled=True)
-            axes.set_xticks(sorted({p["at"] for points in curves.values() for p in points}))
+            for (label, points), look in zip(curves.items(), _looks(), strict=False):  # as in the frontier's picture
+                if points[0]["at"] is not None:
+                    _draw_curve(axes, label, points, look, x="at", y=y, filled=True)
+            axes.set_xticks(sorted({p["at"] for points in curves.values() for p in points if p["at"] is not None}))
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
             axes.set_xlabel(setting)
         tpf.set_ylabel("tokens per forward pass after prefill")
         quality.set_ylabel(f"quality (%; {reference[0]}: dotted)")
