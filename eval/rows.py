@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from dspec.decoding.generation import Generation
-from eval.intervals import Statistic, bootstrap, wilson
+from eval.intervals import bootstrap, wilson
 from eval.results import ResultRow, pool
 from eval.samples import Sample
 
@@ -28,7 +28,7 @@ def row(
     verdicts = {name: [s.verdicts[name] for s in samples] for name in (samples[0].verdicts if samples else {})}
     speedups = batch_speedups(samples, baseline)
     differing = sum(a.generation.tokens != b.generation.tokens for a, b in zip(samples, baseline, strict=True))
-    counted = counts(generations)
+    counted, filled = counts(generations), filled_per_pass(generations)
     seconds = sum({s.batch: s.seconds for s in samples}.values())
     return {
         **counted,
@@ -42,7 +42,8 @@ def row(
         "interval_95": intervals(generations, verdicts.get(quality, []), speedups, seed=seed),
         "mismatches": differing if greedy else None,
         "acceptance": acceptance(generations),
-        "filled_per_pass": filled_per_pass(generations),
+        "filled_per_pass": filled,
+        "prompts_per_pass": None if filled is None else prompts_per_pass(generations),
     }
 
 
@@ -87,6 +88,12 @@ def filled_per_pass(generations: Sequence[Generation]) -> list[float] | None:
     if not any(map(any, traces)):
         return None
     return [statistics.fmean(t[i] for t in traces if i < len(t)) for i in range(max(map(len, traces)))]
+
+
+def prompts_per_pass(generations: Sequence[Generation]) -> list[int]:
+    """How many prompts had a first, second, ... pass."""
+    lengths = [len(g.passes) for g in generations]
+    return [sum(length > i for length in lengths) for i in range(max(lengths))]
 
 
 def batch_speedups(samples: Sequence[Sample], baseline: Sequence[Sample]) -> list[tuple[float, int]]:
@@ -141,16 +148,24 @@ def intervals(
     seed: int,
 ) -> Mapping[str, list[float] | None]:
     """Intervals of the headline numbers. None if there is nothing to resample: no rounds, no passes after prefill."""
-    decoded = [len(g.tokens) - g.prefill_tokens for g in generations]
-    forwards, rounds = [g.forwards for g in generations], [len(g.rounds) for g in generations]
-
-    def decoded_per(below: Sequence[int]) -> Statistic:
-        return lambda at: sum(decoded[i] for i in at) / total if (total := sum(below[i] for i in at)) else None
-
-    n = len(generations)
     return {
         "quality": wilson(sum(verdicts), len(verdicts)),
-        "tau": bootstrap(decoded_per(rounds), n if any(rounds) else 0, seed=seed),
-        "tpf": bootstrap(decoded_per(forwards), n if any(forwards) else 0, seed=seed),
+        "tau": decoded_interval(generations, [len(g.rounds) for g in generations], seed=seed),
+        "tpf": tpf_interval(generations, seed=seed),
         "speedup": bootstrap(lambda at: median_over_prompts([speedups[i] for i in at]), len(speedups), seed=seed),
     }
+
+
+def tpf_interval(generations: Sequence[Generation], *, seed: int) -> list[float] | None:
+    """Interval of tokens per forward pass, both without the prefill, over resampled prompts; None without a pass."""
+    return decoded_interval(generations, [g.forwards for g in generations], seed=seed)
+
+
+def decoded_interval(generations: Sequence[Generation], per: Sequence[int], *, seed: int) -> list[float] | None:
+    """Interval of the tokens after the prefill per sum of `per`, one count for each prompt; None if they are all 0."""
+    decoded = [len(g.tokens) - g.prefill_tokens for g in generations]
+
+    def ratio(at: Sequence[int]) -> float | None:
+        return sum(decoded[i] for i in at) / total if (total := sum(per[i] for i in at)) else None
+
+    return bootstrap(ratio, len(generations) if any(per) else 0, seed=seed)

@@ -9,10 +9,12 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.config.compose import CONF, ROOT, composed, instantiate, instantiate_decoders, register
+from eval.reports.curves import CurveReport
 from eval.reports.samplers import SamplerReport
 
 PAGES = {path.stem: path for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml"))}
 DECODERS = ("samplers", "assd_drafts", "assd_tolerance", "assd_length")
+CURVES = {"lopa_branches": "branches", "diffusion_frontier": "threshold", "diffusion_table": None}
 TRAINING = {
     "as_arm_order": {"method.order": "sorted,random"},
     "as_arm_rate": {"method.rate.low": "[0.15,0.90],[0.15,0.15]"},
@@ -21,7 +23,7 @@ TRAINING = {
 
 
 def test_every_page_is_tested_and_says_what_it_is() -> None:
-    assert PAGES.keys() >= {*DECODERS, *TRAINING, "jacobi_config", "lopa"}
+    assert PAGES.keys() >= {*DECODERS, *TRAINING, *CURVES, "jacobi_config", "lopa"}
     for name, path in PAGES.items():
         head = [line for line in path.read_text().splitlines() if line.startswith("#")]
         said = [line.split(":")[0] for line in head]
@@ -70,6 +72,56 @@ def test_settings_of_lopas_table_5() -> None:
         other = {key: value for key, value in cfg.decoder[name].items() if key not in (*keys, "label")}
         assert other == {key: value for key, value in plain.items() if key not in (*keys, "label")}
     assert {spec.baseline for spec in instantiate_decoders(cfg).values()} == {"diffusion"}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_curves_of_diffusion_decoders(name: str) -> None:
+    """At equal blocks; each decoder has its baseline; settings are chosen on other prompts than the reported ones."""
+    cfg = page(name)
+    specs = instantiate_decoders(cfg)
+    assert {spec.baseline for spec in specs.values()} <= {"diffusion", "base_diffusion"}
+    assert {spec.baseline for spec in specs.values()} <= specs.keys()
+    assert len({spec.label for spec in specs.values()}) == len(specs)
+    assert {node.block_size for node in cfg.decoder.values()} == {16}
+    assert cfg.evaluation.temperatures == [0.0]
+    report = instantiate(cfg.report)
+    assert isinstance(report, CurveReport)
+    assert report.along == CURVES[name]
+    splits = {node.split for node in cfg.benchmark.values()}
+    prompts = sum(node["count"] for node in cfg.benchmark.values())
+    if name == "diffusion_table":
+        assert (splits, prompts >= 500) == ({"test"}, True)
+    else:
+        assert splits == {"calibration"}
+
+
+def test_what_the_curves_vary() -> None:
+    """Nothing but the setting along a curve, nor but the named difference between two curves."""
+    branches = page("lopa_branches").decoder
+    for prefix, window in (("full", "full"), ("causal", "block_causal")):
+        curve = {key: node for key, node in branches.items() if key.startswith(f"{prefix}_")}
+        assert [node.branches for node in curve.values()] == [0, 1, 2, 4, 7, 14]
+        assert {node.window_attention for node in curve.values()} == {window}
+        assert len({str(_without(node, "branches", "label")) for node in curve.values()}) == 1
+    frontier = page("diffusion_frontier").decoder
+    rules = ("block_size", "append_ratio", "activate_ratio")
+    for prefix in ("base", "base_causal", "d2f", "lopa", "lopa_causal"):
+        curve = {f: frontier[f"{prefix}_{f}"] for f in (50, 70, 80, 90, 95, 99)}
+        assert {node.threshold for node in curve.values()} == {f / 100 for f in curve}
+        assert len({str(_without(node, "threshold", "label")) for node in curve.values()}) == 1
+        assert {node.weights for node in curve.values()} == {"base" if prefix.startswith("base") else "trained"}
+        if "base" not in prefix:
+            assert [curve[50][key] for key in rules] == [16, 0.1, 0.95]
+    assert (frontier.base_50.attention, frontier.base_causal_50.attention) == ("full", "block_causal")
+    assert (frontier.lopa_50.window_attention, frontier.lopa_causal_50.window_attention) == ("full", "block_causal")
+    assert len(frontier) == 2 + 5 * 6
+    table = page("diffusion_table").decoder
+    assert (table.lopa.branches, table.lopa_block_causal.window_attention) == (4, "block_causal")
+    assert table.base_diffusion.block_size == table.base_confidence_threshold.block_size == 16
+
+
+def _without(node: DictConfig, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key not in keys}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", TRAINING)

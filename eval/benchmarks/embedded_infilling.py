@@ -29,7 +29,7 @@ class FilledProblems(Problems):
     quality = "consistent"
 
     def __init__(self, *, count: int, holes: str, hidden: float, seed: int) -> None:
-        super().__init__(count=count, unseen=False, max_new_tokens=1, seed=seed)
+        super().__init__(split="test", count=count, unseen=False, max_new_tokens=1, seed=seed)
         self._holes, self._hidden = check_holes(holes), check_share(hidden)
 
     def items(self) -> list[Item]:
@@ -48,7 +48,7 @@ class FilledFunctions(Functions):
     """Python functions; right if the filled body passes all hidden tests."""
 
     def __init__(self, *, judge: Judge, count: int, holes: str, hidden: float, seed: int) -> None:
-        super().__init__(judge=judge, count=count, max_new_tokens=1, seed=seed)
+        super().__init__(judge=judge, split="test", count=count, max_new_tokens=1, seed=seed)
         self._holes, self._hidden = check_holes(holes), check_share(hidden)
 
     def items(self) -> list[Item]:

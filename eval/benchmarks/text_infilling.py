@@ -77,7 +77,7 @@ class FilledStories(Embedded):
 
     def __init__(self, *, count: int, hidden: float, judge_model: JudgeModel, seed: int) -> None:
         """`hidden` is the share of the response's tokens that are holes."""
-        super().__init__(task="stories", unseen=False, count=count, seed=seed, max_new_tokens=1)
+        super().__init__(task="stories", split="test", unseen=False, count=count, seed=seed, max_new_tokens=1)
         self._hidden, self._judge_model = check_share(hidden), judge_model
 
     def items(self) -> list[Item]:

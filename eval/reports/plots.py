@@ -80,12 +80,11 @@ def plot_pareto(
     emits one token per pass, with its quality and interval, drawn as a line in a band: lossless decoders lie on the
     line up to chance."""
     _check(points, length=2)
-    baseline, quality, low, high = reference
+    baseline, _, low, high = reference
     with rc_context(_STYLE):
         figure = _figure(7.0, 3.6)
         axes = figure.add_subplot()
-        axes.axhspan(low, high, color="#7F7F7F", alpha=0.12, lw=0)
-        axes.axhline(quality, color="#7F7F7F", ls=":", lw=1.2)
+        _draw_reference(axes, reference)
         for i, ((label, point), (colour, _, marker)) in enumerate(zip(points.items(), _looks(), strict=False)):
             fill = colour if i < len(_COLOURS) else "white"
             axes.plot(*point, color=colour, marker=marker, ls="", ms=10, mfc=fill, mew=1.8, label=label, clip_on=False)
@@ -96,6 +95,88 @@ def plot_pareto(
         axes.set_title(title, fontsize=10)
         axes.set(xlabel=f"tokens per forward pass after prefill ({baseline}: 1)", ylabel="quality (%)")
         _legend(figure, axes)
+        _save(figure, path)
+
+
+def plot_filled(panels: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """The trace of diffusion decoding: tokens of the answer that the first, second, ... pass filled in, one panel per
+    benchmark, one line per decoder."""
+    with rc_context(_STYLE):
+        figure = _figure(max(4.5 * len(panels), 7.0), 3.6)
+        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, (benchmark, curves) in zip(grid, panels.items(), strict=True):
+            _check(curves, length=None)
+            for (label, values), (colour, dash, _) in zip(curves.items(), _looks(), strict=False):
+                axes.plot(range(1, len(values) + 1), values, color=colour, ls=dash, lw=1.6, label=label)
+            axes.set_xscale("log", base=2)  # the baseline has many passes, the others few
+            axes.set(title=benchmark, xlabel="forward pass")
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+        grid[0].set_ylabel("tokens of the answer filled")
+        grid[0].set_ylim(bottom=0)
+        _legend(figure, grid[0])
+        _save(figure, path)
+
+
+def plot_frontier(
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    reference: tuple[str, float, float, float],
+    title: str,
+    path: Path,
+) -> None:
+    """Tokens per forward pass against quality: one line per curve, its points labelled by their setting (`at`), with
+    both 95 % intervals; a ring marks points on the Pareto frontier. `reference` as in `plot_pareto`."""
+    with rc_context(_STYLE):
+        figure = _figure(8.0, 4.8)
+        axes = figure.add_subplot()
+        _draw_reference(axes, reference)
+        for i, ((label, points), look) in enumerate(zip(curves.items(), _looks(), strict=False)):
+            _draw_curve(axes, label, points, look, x="tpf", y="quality", filled=i < len(_COLOURS))
+            for point in (p for p in points if p["at"] is not None):
+                axes.annotate(
+                    f"{point['at']:g}",
+                    (point["tpf"], point["quality"]),
+                    xytext=(5, 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=look[0],
+                )
+        best = [p for points in curves.values() for p in points if p["optimal"]]
+        ringed = [[p[name] for p in best] for name in ("tpf", "quality")]
+        axes.plot(*ringed, ls="", marker="o", ms=13, mfc="none", mec="#000000", mew=1.0, label="Pareto-optimal")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol="", decimals=0))
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel="tokens per forward pass after prefill", ylabel=f"quality (%; {reference[0]}: dotted)")
+        _legend(figure, axes)
+        _save(figure, path)
+
+
+def plot_scaling(
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    setting: str,
+    reference: tuple[str, float, float, float],
+    title: str,
+    path: Path,
+) -> None:
+    """Tokens per forward pass, and quality, against a `setting` of the decoders: two panels, one line per curve whose
+    points have a value of it, with 95 % intervals. `reference` as in `plot_pareto`."""
+    with rc_context(_STYLE):
+        figure = _figure(10.0, 4.0)
+        tpf, quality = figure.subplots(1, 2)
+        _draw_reference(quality, reference)
+        for axes, y in ((tpf, "tpf"), (quality, "quality")):
+            for (label, points), look in zip(curves.items(), _looks(), strict=False):  # as in the frontier's picture
+                if points[0]["at"] is not None:
+                    _draw_curve(axes, label, points, look, x="at", y=y, filled=True)
+            axes.set_xticks(sorted({p["at"] for points in curves.values() for p in points if p["at"] is not None}))
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+            axes.set_xlabel(setting)
+        tpf.set_ylabel("tokens per forward pass after prefill")
+        quality.set_ylabel(f"quality (%; {reference[0]}: dotted)")
+        quality.yaxis.set_major_formatter(PercentFormatter(1.0, symbol="", decimals=0))
+        figure.suptitle(title, fontsize=10)
+        _legend(figure, tpf)
         _save(figure, path)
 
 
@@ -226,6 +307,39 @@ def _draw_loss(axes: Axes, label: str, points: Sequence[tuple[int, float]], look
     axes.plot(
         steps, _running_mean(values, reach), color=colour, ls=dash, marker=marker if sparse else None, label=label
     )
+
+
+def _draw_reference(axes: Axes, reference: tuple[str, float, float, float]) -> None:
+    """The quality of the decoder that emits one token per pass as a line, in the band of its interval."""
+    _, quality, low, high = reference
+    axes.axhspan(low, high, color="#7F7F7F", alpha=0.12, lw=0)
+    axes.axhline(quality, color="#7F7F7F", ls=":", lw=1.2)
+
+
+def _draw_curve(
+    axes: Axes,
+    label: str,
+    points: Sequence[Mapping[str, Any]],
+    look: tuple[str, str, str],
+    *,
+    x: str,
+    y: str,
+    filled: bool,
+) -> None:
+    """Points joined by a line, with the intervals (`<name>_interval`) of those of `x` and `y` that have one."""
+    colour, dash, marker = look
+    values = {axis: [point[name] for point in points] for axis, name in (("x", x), ("y", y))}
+    measured = [(axis, name) for axis, name in (("x", x), ("y", y)) if f"{name}_interval" in points[0]]
+    bars: Any = {f"{axis}err": _bars(points, name) for axis, name in measured}
+    axes.errorbar(values["x"], values["y"], **bars, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2, alpha=0.5)
+    fill = colour if filled else "white"
+    axes.plot(values["x"], values["y"], color=colour, ls=dash, marker=marker, ms=5, mfc=fill, lw=1.6, label=label)
+
+
+def _bars(points: Sequence[Mapping[str, Any]], name: str) -> list[list[float]]:
+    """Lengths of error bars below and above each point."""
+    ends = [(point[name], *point[f"{name}_interval"]) for point in points]
+    return [[value - low for value, low, _ in ends], [high - value for value, _, high in ends]]
 
 
 def _running_mean(values: Sequence[float], reach: int) -> list[float]:

@@ -10,12 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from dspec.atomic import atomic_file, write_json
-from eval.reports.plots import plot_acceptance, plot_loss, plot_reliability
+from eval.reports.plots import plot_acceptance, plot_filled, plot_loss, plot_reliability
 from eval.reports.scores import scores_table
 from eval.reports.table import as_csv, gate_note, legend, markdown, table
 
 Rows = Sequence[dict[str, Any]]
 _FEWEST = 20  # rounds that must reach a slot for its acceptance to be plotted
+_LEAST_SHARE = 0.1  # of the prompts must still have a pass for its tokens to be plotted
 
 
 class Report:
@@ -40,6 +41,7 @@ class Report:
         plots = run_dir / "plots"
         _loss(history, plots / "loss.png")
         _acceptance(rows, plots)
+        _filled(rows, plots)
         shown = [table(rows, trusted=bool(check["trusted"])), "", legend(rows), note]
         shown += ["", scores, ""] if scores else []
         if results["calibration"] is not None:
@@ -83,6 +85,23 @@ def _acceptance(rows: Rows, folder: Path) -> None:
         }
         if curves := {name: curve for name, curve in curves.items() if any(map(math.isfinite, curve))}:
             plot_acceptance(curves, folder / f"acceptance_T{temperature:g}.png")
+
+
+def _filled(rows: Rows, folder: Path) -> None:
+    for temperature in sorted({row["decoder"]["temperature"] for row in rows}):
+        panels: dict[str, dict[str, list[float]]] = {}
+        for row in rows:
+            if row["filled_per_pass"] is not None and row["decoder"]["temperature"] == temperature:
+                panels.setdefault(row["benchmark"], {})[row["method"]] = drawn_passes(row)
+        if panels:
+            plot_filled(panels, folder / f"filled_per_pass_T{temperature:g}.png")
+
+
+def drawn_passes(row: dict[str, Any]) -> list[float]:
+    """The tokens that each pass filled, up to the last pass that a tenth of the prompts still had: after that the mean
+    over those is noise."""
+    passes = zip(row["filled_per_pass"], row["prompts_per_pass"], strict=True)
+    return [filled for filled, prompts in passes if prompts >= _LEAST_SHARE * row["n"]]
 
 
 def drawn_acceptance(acceptance: dict[str, Any]) -> list[float]:

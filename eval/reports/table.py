@@ -51,6 +51,12 @@ def _speedup(value: float, over: str, *, trusted: bool) -> str:
     return f"{value:.2f}{'' if trusted and over_ar(over) else UNTRUSTED}"
 
 
+def papers_differ(rows: Sequence[ResultRow]) -> bool:
+    """Whether papers on diffusion LMs would report other tokens per pass for a row: slots were filled after an answer's
+    end."""
+    return any(row["slots_filled"] > row["tokens"] for row in rows)
+
+
 def group(row: ResultRow) -> tuple[str, float]:
     return row["benchmark"], row["decoder"]["temperature"]
 
@@ -62,6 +68,10 @@ def _columns(rows: Sequence[ResultRow], *, trusted: bool) -> dict[str, Callable[
         "quality %": lambda r: quality(r) + (LOSSLESS if marked_lossless(r) else " "),
         "tau": lambda r: number(r["tau"], ".2f"),
         "tpf": lambda r: number(r["tpf"], ".2f"),
+    }
+    if papers_differ(rows):
+        columns["tpf_paper"] = lambda r: number(r["tpf_paper"], ".2f")
+    columns |= {
         "NFE": lambda r: str(r["nfe"]),
         "tok/s": lambda r: f"{r['tokens_per_second']:.0f}",
         f"x {_label(rows)}": lambda r: _speedup(r["speedup"], r["baseline"], trusted=trusted),
@@ -133,6 +143,8 @@ def legend(rows: Sequence[ResultRow]) -> str:
     lines.append(f"diff: greedy answers that differ from {named}'s.")
     for method, differences in _not_as_trained(rows).items():
         lines.append(f"{method}: {'; '.join(differences)}.")
+    if papers_differ(rows):
+        lines.append("tpf_paper: all slots filled per pass, also those after the answer's end, as papers count.")
     if any(map(_undecided, rows)):
         lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
     return "\n".join(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in lines)
@@ -204,8 +216,9 @@ def markdown(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-_PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "nfe", "tokens", "tokens_per_second", "speedup",
-          "speedup_vs_base_ar", "mismatches", "lossless")  # fmt: skip
+_PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "tpf_paper", "nfe", "branch_forwards",
+          "positions_computed", "tokens", "slots_filled", "tokens_per_second", "speedup", "speedup_vs_base_ar",
+          "mismatches", "lossless")  # fmt: skip
 
 
 def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:

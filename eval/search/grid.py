@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
 from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.diffusion.forward import TrainingRecord
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
@@ -24,6 +25,7 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, require_causal
 from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
@@ -144,6 +146,17 @@ def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> 
     return chosen
 
 
+def left_to_right_model(model: AnySubsetModel) -> LanguageModel:
+    """The model itself. Raises UserError for one that Jacobi decoding is not for."""
+    target = require_causal(model)
+    if TrainingRecord.read(target).attention is not None:
+        raise UserError(
+            f"{target.name!r} is a diffusion LM, the search is for Jacobi decoding: use "
+            "python -m eval.run recipe=sweeps/diffusion_frontier"
+        )
+    return target
+
+
 def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSettings) -> None:
     """Runs one search and writes its results to Hydra's run folder."""
     quiet()
@@ -151,20 +164,18 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
     torch.set_num_threads(torch.get_num_threads())
     chosen = left_to_right(benchmarks, limit=cfg.limit)
     loaded = load_model(cfg)
+    target = left_to_right_model(loaded.target)
     prompts = [
-        (benchmark, item, encode(loaded.target.tokenizer, benchmark, item, loaded.policy).ids)
-        for benchmark, item in chosen
+        (benchmark, item, encode(target.tokenizer, benchmark, item, loaded.policy).ids) for benchmark, item in chosen
     ]
     if not prompts:
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
     log.info("searching %d configurations on %d prompts in %s", len(settings.configs), len(prompts), run_dir)
     with torch.inference_mode():
-        points, roofline = Search(settings)(require_causal(loaded.target), prompts, seed=cfg.seed)
+        points, roofline = Search(settings)(target, prompts, seed=cfg.seed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    dtype = str(loaded.target.dtype).removeprefix("torch.")
-    made = provenance(
-        seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(loaded.target.tokenizer)
-    )
+    dtype = str(target.dtype).removeprefix("torch.")
+    made = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(target.tokenizer))
     measured = asdict(roofline) | {"ridge_point": roofline.ridge_point}
     write_json(run_dir / "search.json", {"run": made, "roofline": measured, "points": points})
     plot(points, roofline, run_dir / "plots" / "roofline.png")

@@ -13,7 +13,7 @@ import pytest
 from dspec.decoding.generation import Generation, Pass
 from eval.ranks import own_folder
 from eval.results import pool, reference
-from eval.rows import filled_per_pass, prompt_counts
+from eval.rows import filled_per_pass, prompt_counts, prompts_per_pass
 
 
 @pytest.mark.slow
@@ -36,10 +36,37 @@ def test_without_plain_ar(eval_run: Callable[..., SimpleNamespace]) -> None:
         assert row["tpf"] == row["tpf_with_prefill"] == row["tokens"] / row["nfe"] <= row["tpf_paper"]
         key = (row["benchmark"], row["decoder"]["name"])
         own = [s for s in done.samples if (s["benchmark"], s["decoder"]) == key]
-        assert len(row["filled_per_pass"]) == max(len(s["passes"]) for s in own)
+        assert len(row["filled_per_pass"]) == len(row["prompts_per_pass"]) == max(len(s["passes"]) for s in own)
+        filled = zip(row["filled_per_pass"], row["prompts_per_pass"], strict=True)
+        assert sum(mean * prompts for mean, prompts in filled) == pytest.approx(row["tokens"])
     lopa = done.rows[2]
     assert lopa["branch_forwards"] > lopa["nfe"]
     assert lopa["decoder"]["branches"] == 2
+
+
+@pytest.mark.slow
+def test_the_final_tables_page(eval_run: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    """Teacher and student (here the same weights), all compared with the teacher at one token per pass."""
+    few = [f"benchmark.{name}" for name in ("problems", "functions")]
+    done = eval_run(
+        "recipe=sweeps/diffusion_table", *(f"{name}.count=2" for name in few),
+        *(f"{name}.max_new_tokens=16" for name in few), "evaluation.generate_prompts=0",
+    )  # fmt: skip
+    assert {row["reference"] for row in done.rows} == {"base_diffusion"}
+    written = json.loads((tmp_path / "run" / "curves.json").read_text())
+    (points,) = written["points"].values()
+    names = ["base_diffusion", "base_confidence_threshold", "diffusion", "confidence_threshold", "d2f", "lopa"]
+    assert [p["decoder"] for p in points] == [*names, "lopa_block_causal"]
+    assert {p["n"] for p in points} == {4}
+    by_name = {p["decoder"]: p for p in points}
+    assert by_name["base_diffusion"]["tpf"] == by_name["diffusion"]["tpf"] == 1
+    assert by_name["base_confidence_threshold"]["tpf"] == by_name["confidence_threshold"]["tpf"]
+    lopa = [row for row in done.rows if row["decoder"]["name"] == "lopa"]
+    assert by_name["lopa"]["branches_per_pass"] == sum(r["branch_forwards"] for r in lopa) / sum(r["nfe"] for r in lopa)
+    assert by_name["lopa"]["branches_per_pass"] > 1 == by_name["d2f"]["branches_per_pass"]
+    assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} == {
+        "frontier_T0.png", "filled_per_pass_T0.png",
+    }  # fmt: skip
 
 
 def test_what_papers_count() -> None:
@@ -52,7 +79,9 @@ def test_what_papers_count() -> None:
     ar = Generation(tokens=[1, 2], passes=[Pass("prefill", 1), Pass("decode", 1)])
     assert prompt_counts(ar)["slots_filled"] == 2
     assert filled_per_pass([ar]) is None
-    assert filled_per_pass([made, Generation(tokens=[1], passes=[Pass("decode", 1, filled=1)])]) == [1.5, 0, 1]
+    short = Generation(tokens=[1], passes=[Pass("decode", 1, filled=1)])
+    assert filled_per_pass([made, short]) == [1.5, 0, 1]
+    assert prompts_per_pass([short, made]) == [2, 1, 1]
     assert Pass(*passes[1].to_row()) == passes[1]
 
 

@@ -479,6 +479,24 @@ def test_caches_of_a_block(toys: SimpleNamespace, cache: str, shift: bool) -> No
 # ---- ranking, temperature, stops
 
 
+@pytest.mark.parametrize(("attention", "cache", "windows"), [("full", "committed", 4), ("full", "none", 9)])
+def test_a_pass_over_branches_is_one_forward_pass(
+    toys: SimpleNamespace, attention: str, cache: str, windows: int
+) -> None:
+    """Four slots after a prompt of five, one fill per pass: each branch has a window of its own."""
+    request = Request(ids=[1, 2, 3, 4, 5], sampling=GREEDY, max_new_tokens=4, stop_ids=(), seed=0)
+    lookahead = decoder(model(toys), attention=attention, cache=cache, threshold=1.0, branches=2)
+    (made,) = decode(lookahead, [request])
+    filled = 0
+    for i, one in enumerate(made.passes):
+        assert one.branches == (1 + min(2, 4 - filled) if i else 1)
+        assert one.positions == (one.branches * windows if i else 9)
+        filled += one.filled
+    assert made.forwards == made.nfe == len(made.passes) < 4
+    assert made.branch_forwards == sum(p.branches for p in made.passes) > made.nfe
+    assert made.positions_computed == 9 + windows * (made.branch_forwards - 1)
+
+
 def test_entropy_ranks_but_does_not_accept(toys: SimpleNamespace) -> None:
     """The order of guesses differs; which are sure enough does not."""
     target, asked = model(toys, 13), some(5, 10)

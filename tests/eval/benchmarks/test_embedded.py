@@ -131,7 +131,7 @@ def test_functions_are_judged_in_the_best_that_there_is_and_the_results_say_whic
     if not contained:
         request.getfixturevalue("uncontained")
         level = LIMITS_ALONE
-    benchmark = Functions(judge=shipped_judge(), count=1, max_new_tokens=8, seed=0)
+    benchmark = Functions(judge=shipped_judge(), split="test", count=1, max_new_tokens=8, seed=0)
     assert benchmark.source()["sandbox"] == f"whitelist of syntax+{level}"
     (item,), (example,) = benchmark.items(), generate(task="functions", split="test", count=1, seed=0)
     assert benchmark.score(item, example.response) == {"pass@1": True}
@@ -140,7 +140,7 @@ def test_functions_are_judged_in_the_best_that_there_is_and_the_results_say_whic
 
 
 def test_functions_run_in_the_judge_and_each_text_once(judge: Any) -> None:
-    benchmark = Functions(judge=judge, count=2, max_new_tokens=8, seed=0)
+    benchmark = Functions(judge=judge, split="test", count=2, max_new_tokens=8, seed=0)
     one, two = benchmark.items()
     for item, answer in ((one, RIGHT), (one, RIGHT), (two, RIGHT), (one, RIGHT + " "), (two, RIGHT)):
         benchmark.score(item, answer)
@@ -157,7 +157,9 @@ def test_no_tests_prove_nothing(judge: Judge) -> None:
 
 def test_source_changes_with_the_data() -> None:
     problems = [
-        Problems(count=3, unseen=unseen, max_new_tokens=8, seed=seed) for unseen in (True, False) for seed in (0, 1)
+        Problems(split="test", count=3, unseen=unseen, max_new_tokens=8, seed=seed)
+        for unseen in (True, False)
+        for seed in (0, 1)
     ]
     assert len({p.source()["sha256"] for p in problems}) == 4
 
@@ -169,9 +171,29 @@ def test_source_changes_with_the_data() -> None:
         ({"count": "abc"}, "count=abc"),
         ({"seed": "x"}, "seed=x"),
         ({"unseen": "no"}, "unseen=no"),
+        ({"split": "train"}, "split=train has no held-out prompts; use one of test, calibration"),
+        ({"split": "calibration", "unseen": True}, "unseen templates are in split=test only"),
         ({"max_new_tokens": None}, "max_new_tokens=None"),
     ],
 )
 def test_bad_settings_are_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        Problems(**({"count": 1, "unseen": False, "max_new_tokens": 8, "seed": 0} | change))
+        Problems(**({"split": "test", "count": 1, "unseen": False, "max_new_tokens": 8, "seed": 0} | change))
+
+
+def test_prompts_that_choose_settings_are_in_no_reported_figure() -> None:
+    """None of benchmark=tiny_tuning is a prompt of benchmark=tiny, whatever the seeds."""
+    tuning = composed("eval", ["benchmark=tiny_tuning"]).benchmark
+    assert {name: (node.split, node.seed) for name, node in tuning.items()} == {
+        "tuning_problems": ("calibration", 0), "tuning_functions": ("calibration", 0),
+    }  # fmt: skip
+    assert tuning.tuning_functions.judge == composed("eval", ["benchmark=tiny"]).benchmark.functions.judge
+    for node, name in ((tuning.tuning_problems, "problems"), (tuning.tuning_functions, "functions")):
+        reported = composed("eval", ["benchmark=tiny"]).benchmark[name]
+        assert (reported.split, reported.max_new_tokens) == ("test", node.max_new_tokens)
+        chosen = {item.prompt for item in instantiate(node, count=150).items()}
+        assert len(chosen) == 150
+        for seed in (0, 1):
+            other = instantiate(reported, count=500, seed=seed)
+            assert not chosen & {item.prompt for item in other.items()}
+            assert {example.split("/")[1] for example in (item.id for item in other.items())} == {"test"}

@@ -13,7 +13,15 @@ from matplotlib.patches import Rectangle
 
 from dspec.calibration.sts import Traces, calibration_report
 from dspec.errors import UserError
-from eval.reports.plots import plot_acceptance, plot_loss, plot_reliability, plot_roofline
+from eval.reports.plots import (
+    plot_acceptance,
+    plot_filled,
+    plot_frontier,
+    plot_loss,
+    plot_reliability,
+    plot_roofline,
+    plot_scaling,
+)
 
 
 def report(slots: int) -> dict[str, Any]:
@@ -27,6 +35,8 @@ def report(slots: int) -> dict[str, Any]:
 STEPS = list(range(500))
 NOISY = [5 / (1 + i / 50) + 0.1 * (-1) ** i for i in STEPS]
 SPARSE = [5.0 if i % 100 == 0 else math.nan for i in STEPS]
+POINT = {"tpf": 2.0, "quality": 0.5, "tpf_interval": [1.5, 2.5], "quality_interval": [0.4, 0.6], "optimal": False}
+CURVES = {"a": [POINT | {"at": None}], "b": [POINT | {"at": 0}, POINT | {"at": 4, "tpf": 3.0, "optimal": True}]}
 PLOTS: dict[str, Callable[[Path], None]] = {
     "loss_long": lambda path: plot_loss(STEPS, {"train": NOISY, "validation": SPARSE}, path),
     "loss_one_point": lambda path: plot_loss([1], {"train": [2.0]}, path),
@@ -37,6 +47,11 @@ PLOTS: dict[str, Callable[[Path], None]] = {
         bandwidth=5e9,
         flops=5e10,
         path=path,
+    ),
+    "filled": lambda path: plot_filled({"x": {"a": [3.0, 1.0], "b": [1.0]}, "y": {"a": [2.0]}}, path),
+    "frontier": lambda path: plot_frontier(CURVES, reference=("a", 0.5, 0.4, 0.6), title="t", path=path),
+    "scaling": lambda path: plot_scaling(
+        CURVES, setting="branches", reference=("a", 0.5, 0.4, 0.6), title="t", path=path
     ),
     "reliability_1": lambda path: plot_reliability(report(1), path),
     "reliability_3": lambda path: plot_reliability(report(3), path),
@@ -134,7 +149,7 @@ def test_errors_name_the_series(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["acceptance", "loss_long"])
+@pytest.mark.parametrize("name", ["acceptance", "loss_long", "frontier"])
 def test_legends_stand_beside_the_panel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = drawn(monkeypatch, PLOTS[name], tmp_path / "p.png")
     (axes,), (legend,) = figure.axes, figure.legends

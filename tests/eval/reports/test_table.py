@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.reports.report import Report, drawn_acceptance
+from eval.reports.report import Report, drawn_acceptance, drawn_passes
 from eval.reports.table import as_csv, gate_note, legend, line, markdown, table
 
 PLAIN = {"name": "autoregressive", "temperature": 0.0}
@@ -20,6 +20,8 @@ def made(method: str, **change: Any) -> dict[str, Any]:
         "baseline": "autoregressive", "reference": "autoregressive", "lossless": True,
         "benchmark": "problems", "n": 30, "quality": 0.9, "quality_name": "exact match",
         "tau": 3.434, "tpf": 3.434, "tpf_with_prefill": 3.3, "nfe": 123456, "tokens": 4000,
+        "slots_filled": 4000, "tpf_paper": 3.3, "branch_forwards": 123456, "positions_computed": 999999,
+        "filled_per_pass": None, "prompts_per_pass": None,
         "tokens_per_second": 12345.6, "speedup": 1.74, "speedup_vs_base_ar": 1.74, "mismatches": 0,
         "interval_95": {"quality": [0.786, 0.957], "tau": [3.0, 4.0], "tpf": None, "speedup": [1.5, 2.0]},
     }  # fmt: skip
@@ -120,6 +122,26 @@ def test_a_table_of_infilling_names_the_baseline_that_was_used() -> None:
     assert "x any_subset" in markdown(rows, trusted=False)
 
 
+def test_what_papers_count_stands_beside_where_it_differs() -> None:
+    diffusion: dict[str, Any] = {"baseline": "diffusion", "reference": "diffusion", "tau": None, "tpf": 2.5}
+    plain = made("diffusion", decoder={"name": "diffusion", "temperature": 0.0}, tpf=1.0) | diffusion
+    beyond = made("LoPA, k=14, block-causal") | diffusion | {"slots_filled": 5200, "tpf_paper": 3.25, "tpf": 2.5}
+    text = table([plain, beyond], trusted=False)
+    header, _, first, label, second = text.splitlines()
+    assert header.split()[3:6] == ["tau", "tpf", "tpf_paper"]
+    assert label.strip() == "LoPA, k=14, block-causal"
+    assert (first.split()[4:6], second.split()[3:5]) == (["2.50", "3.30"], ["2.50", "3.25"])
+    assert max(map(len, text.splitlines())) <= 80
+    assert "tpf_paper: all slots filled per pass" in legend([plain, beyond])
+    assert max(map(len, legend([plain, beyond]).splitlines())) <= 80
+    assert "tpf_paper" in markdown([plain, beyond], trusted=False)
+    for nothing_beyond in ([plain], [made("AR", decoder=PLAIN)]):
+        assert "tpf_paper" not in table(nothing_beyond, trusted=False) + legend(nothing_beyond)
+    (read,) = csv.DictReader(io.StringIO(as_csv([beyond], trusted=None)))
+    names = ("tpf", "tpf_paper", "tokens", "slots_filled", "nfe", "branch_forwards", "positions_computed")
+    assert [read[name] for name in names] == ["2.5", "3.25", "4000", "5200", "123456", "123456", "999999"]
+
+
 def test_a_table_with_both_baselines_names_both() -> None:
     """AR's check says nothing of any_subset: speedups over that stay marked."""
     rows = [made("AR", speedup=1.0, speedup_vs_base_ar=1.0, decoder=PLAIN), made("ASSD") | FILLED]
@@ -188,6 +210,39 @@ def test_wandb_gets_config_rows_and_plots(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [row["method"] for row in seen["rows"]] == ["AR", "ours"]
     assert seen["plots"] == ["acceptance_T0.png"]
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "table.md", "table.csv", "plots"}
+
+
+def test_passes_that_hardly_a_prompt_had_are_not_drawn() -> None:
+    row = {"filled_per_pass": [3.0, 2.0, 4.0, 1.0], "prompts_per_pass": [30, 29, 3, 2], "n": 30}
+    assert drawn_passes(row) == [3.0, 2.0, 4.0]
+
+
+def test_the_trace_is_drawn_by_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One panel per benchmark and one picture per temperature; other decoders have none."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("eval.reports.plots._save", lambda figure, path: seen.update({path.name: figure}))
+    trace = {"filled_per_pass": [3.0, 1.5], "prompts_per_pass": [30, 20], "acceptance": None}
+    plain = {"filled_per_pass": [1.0] * 3, "prompts_per_pass": [30] * 3, "acceptance": None}
+    rows = [
+        made("AR", decoder=PLAIN, acceptance=None), made("D2F") | trace, made("diffusion") | plain,
+        made("D2F", benchmark="functions") | trace | {"filled_per_pass": [7.0, 0.5]},
+        made("warm", decoder={"name": "warm", "temperature": 1.0}) | trace,
+    ]  # fmt: skip
+    results = {"run": {"ar_check": UNTIMED}, "calibration": None, "rows": rows}
+    Report()(results=results, history=[], run_dir=tmp_path)
+    assert set(seen) == {"filled_per_pass_T0.png", "filled_per_pass_T1.png"}
+    drawn = {
+        panel.get_title(): {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in panel.lines}
+        for panel in seen["filled_per_pass_T0.png"].axes
+    }
+    assert drawn == {
+        "problems": {"D2F": ([1, 2], [3.0, 1.5]), "diffusion": ([1, 2, 3], [1.0, 1.0, 1.0])},
+        "functions": {"D2F": ([1, 2], [7.0, 0.5])},
+    }
+    (axes, other) = seen["filled_per_pass_T0.png"].axes
+    assert axes.get_ylim() == other.get_ylim()
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[1] > 7  # of all panels
 
 
 def test_slots_that_hardly_a_round_reached_are_not_drawn() -> None:

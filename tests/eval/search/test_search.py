@@ -16,7 +16,7 @@ from dspec.errors import UserError
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.base import Item
 from eval.search.__main__ import main
-from eval.search.grid import Search, left_to_right, point
+from eval.search.grid import Search, left_to_right, left_to_right_model, point
 from eval.search.roofline import Roofline, measure_roofline, pass_cost
 from eval.search.settings import SearchSettings
 from eval.search.tables import name, show, verdict
@@ -116,6 +116,15 @@ def test_holes_are_not_searched(
         main()
     assert ended.value.code == 2
     assert "it fills no holes" in capsys.readouterr().err
+
+
+def test_diffusion_lms_are_not_searched(toys: SimpleNamespace) -> None:
+    target = toys.target(seed=0, vocab=9)
+    assert left_to_right_model(target) is target
+    for trained in ("bidirectional", "block_causal"):
+        target.model.config.dspec_attention = trained
+        with pytest.raises(UserError, match="is a diffusion LM, the search is for Jacobi decoding"):
+            left_to_right_model(target)
 
 
 def test_a_gap_between_given_texts_is_a_hole() -> None:
