@@ -244,18 +244,33 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
     place = local_device(device)
     if dtype == "bfloat16" and torch.device(place).type == "cpu":
         check_bfloat16()
+    model, tokenizer = read_pretrained(path, dtype=dtype, role="target")
+    kind = XLNet if model.config.model_type == XLNET else LanguageModel
+    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM of transformers and its tokenizer, from a local folder or the Hub.
+
+    Raises UserError, which names its `role`, if they cannot be loaded, or are not whole: transformers would make up the
+    weights that are missing, as in the folder of a drafter.
+    """
     folder = Path(path).expanduser()
     restore(folder)
     if folder.is_dir():
         path = str(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
-    kind = XLNet if model.config.model_type == XLNET else LanguageModel
-    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+        raise UserError(f"cannot load {role} {path!r} from disk or the Hub ({reason})") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{role} {path!r} is no whole language model: {len(missing)} of its weights are missing, such as "
+            f"{missing[0]} (a drafter is given by checkpoint=)"
+        )
+    return model, tokenizer
 
 
 def local_device(device: str) -> str:

@@ -19,7 +19,9 @@ from eval.benchmarks.embedded import Functions, Problems, solves
 from eval.sandbox.judge import Judge
 
 HOLES = ("random", "span", "line")
-_EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
+# no longer equation or number
+_NO_MORE_BEFORE, _NO_MORE_AFTER = r"(?<![\w.,+*/=-])(?<![-+*/=] )", r"(?!\w|[.,]\d| ?[-+*/] ?-?\d)"
+_EQUATION = re.compile(rf"{_NO_MORE_BEFORE}(-?\d+) ([-+*/]) (-?\d+) = (-?\d+){_NO_MORE_AFTER}")
 _LINE = re.compile(r"\n?[^\n]*")  # with the line break before it, in which the indentation is a part of one token
 
 
@@ -93,9 +95,12 @@ def filled(item: Item, answer: str) -> str:
 
 
 def equations_hold(text: str) -> bool:
-    """Whether there is an equation `a op b = c` of whole numbers in `text`, and all of them are true."""
-    found = _EQUATION.findall(text)
-    return bool(found) and all(_holds(int(a), op, int(b), int(c)) for a, op, b, c in found)
+    """Whether `text` has an equation `a op b = c` of whole numbers, all of them are true, and each "=" is in one: what
+    cannot be read as an equation is not right."""
+    equations = _EQUATION.findall(text)
+    if not 0 < len(equations) == text.count("="):
+        return False
+    return all(_holds(int(a), op, int(b), int(c)) for a, op, b, c in equations)
 
 
 def _holds(a: int, op: str, b: int, c: int) -> bool:
