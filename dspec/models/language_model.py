@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -252,8 +253,8 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
 def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal LM of transformers and its tokenizer, from a local folder or the Hub.
 
-    Raises UserError, which names its `role`, if they cannot be loaded, or are not whole: transformers would make up the
-    weights that are missing, as in the folder of a drafter.
+    Raises UserError, which names its `role`, if they cannot be loaded, or are not those of a language model, as in the
+    folder of a drafter: transformers would make up weights that are missing, and leave out what it does not know.
     """
     folder = Path(path).expanduser()
     restore(folder)
@@ -265,10 +266,11 @@ def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedMode
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load {role} {path!r} from disk or the Hub ({reason})") from error
-    if missing := sorted(info["missing_keys"]):
+    foreign = set(model.config.architectures or ()) - set(dir(transformers))  # a drafter's, such as Qwen3DSparkModel
+    if wrong := sorted(info["missing_keys"] or (info["unexpected_keys"] if foreign else ())):
         raise UserError(
-            f"{role} {path!r} is no whole language model: {len(missing)} of its weights are missing, such as "
-            f"{missing[0]} (a drafter is given by checkpoint=)"
+            f"the weights of {role} {path!r} are not those of a language model ({wrong[0]} is missing, or no part of "
+            "one); a drafter is given by checkpoint="
         )
     return model, tokenizer
 

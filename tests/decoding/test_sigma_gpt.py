@@ -77,8 +77,9 @@ def test_the_positions_of_passes_add_up_to_what_was_computed(toys: SimpleNamespa
     target.model.get_decoder().layers[0].register_forward_hook(
         lambda _, args, out: shapes.append(args[0][..., 0].numel())
     )
-    asked = toys.infilling(random.Random(1), 6, vocab=7, longest=7, samplings=[WARM])
-    for batch in (asked, asked[:1]):
+    asked = toys.infilling(random.Random(1), 40, vocab=7, longest=12, samplings=[WARM])
+    short, *long = next(r for r in asked if r.max_new_tokens == 1), *(r for r in asked if r.max_new_tokens > 5)
+    for batch in ([short, *long], [short]):
         shapes.clear()
         made = decode(SigmaGPT(target=target, num_orders=orders), batch)
         assert sum(one.positions_computed for one in made) == sum(shapes[1:])  # the first pass is prefill

@@ -48,20 +48,21 @@ def test_what_cannot_be_filled(tokenizer: PreTrainedTokenizerBase, text: str, wo
 
 def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Text and passes are those of a decoder with the same settings."""
-    model, text = embedded_any_subset(dtype="float32", device="cpu"), "Tom has 3 pens. [MASK:12] 3 pens and 4 pens."
-    prompt, printed = parse(model.tokenizer, text, task=None), set()
-    for draft, drafts, temperature, seed in (("self", 5, 0.0, 0), ("ngram", 5, 0.0, 0), ("self", 2, 0.0, 0),
+    model, task = embedded_any_subset(dtype="float32", device="cpu"), "Tom has 3 pens and buys 4. How many has he?"
+    text = "First, Tom has 3 + 4 = 7 pens. [MASK:14] #### 7"
+    prompt, printed = parse(model.tokenizer, text, task=task), set()
+    for draft, drafts, temperature, seed in (("self", 5, 0.0, 0), ("ngram", 5, 0.0, 0), ("self", 1, 0.0, 0),
                                              ("self", 5, 1.5, 0), ("self", 5, 1.5, 1)):  # fmt: skip
         config = AnySubsetConfig(num_drafts=drafts, draft=draft, bonus=True, tolerance=0.0)
         sampling = Sampling(temperature=temperature, top_p=1.0)
         request = prompt.request(sampling=sampling, seed=seed, stop_ids=(), stop=None)
         [wanted] = decode(AnySubset(target=model, config=config), [request])
         settings = ["--draft", draft, "--num-drafts", drafts, "--temperature", temperature, "--seed", seed]
-        monkeypatch.setattr(sys, "argv", ["infill", text, *map(str, settings)])
+        monkeypatch.setattr(sys, "argv", ["infill", text, "--task", task, *map(str, settings)])
         main()
         out = capsys.readouterr().out
         assert out == (
-            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n12 tokens in {wanted.nfe} forward passes\n"
+            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n14 tokens in {wanted.nfe} forward passes\n"
         )
         printed.add(out)
     assert len(printed) == 5  # each setting shows
@@ -75,7 +76,7 @@ def test_a_drafter_is_no_model_to_fill_with(
         main()
     assert error.value.code == 2
     [line] = capsys.readouterr().err.splitlines()[-1:]
-    assert "tiny_dspark' is no whole language model" in line
+    assert "tiny_dspark' are not those of a language model (confidence_head.proj.bias is missing, or no part" in line
     assert "a drafter is given by checkpoint=" in line
 
 

@@ -59,7 +59,7 @@ def test_a_prompt_shows_all_but_the_holes(target: LanguageModel, problems: Fille
 
 
 def test_references_are_right_and_changed_ones_wrong(problems: FilledProblems) -> None:
-    for item in FilledProblems(count=60, holes="random", hidden=0.5, seed=3).items():
+    for item in FilledProblems(count=600, holes="random", hidden=0.5, seed=3).items():  # some add three numbers
         assert item.response is not None
         assert equations_hold(item.response), item.response
     one = problems.items()[0]
@@ -75,15 +75,28 @@ def test_references_are_right_and_changed_ones_wrong(problems: FilledProblems) -
     [
         "3 +4 = 9. 1 + 1 = 2", "1 + 1 = 2. So 2 = 9", "1 + 1 = 2 = 3", "1 + 1 = 2 + 3 = 5", "3 + 4 == 7",
         "1 + 1 = 2. 3 + = 9", "3 + 4 = 7.5", "3 + 4 = 7,500", "3 + 4 = 7 + 1", "3 + 4 = 7+1", "3 + 4 = 7 - -1",
-        "3 + 4 = 7x", "5 + 3 + 4 = 7", "5+3 + 4 = 7", "5 - 3 + 4 = 7", "1.3 + 4 = 7", "1,3 + 4 = 7", "x3 + 4 = 7",
-        "no equation", "",
+        "3 + 4 = 7x", "5 + 3 + 4 = 7", "5+3 + 4 = 7", "5 - 3 + 4 = 7", "x + 3 + 4 = 7", "1.3 + 4 = 7", "1,3 + 4 = 7",
+        "x3 + 4 = 7", "1 / 0 = 0", "1 / 3 = 0", "2 + 3 * 4 = 20", "no equation", "",
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_as_an_equation_is_not_right(text: str) -> None:
     assert not equations_hold(text)
 
 
-@pytest.mark.parametrize("text", ["3 + 4 = 7.", "(3 + 4 = 7)", "-3 + 4 = 1", "so 3 + 4 = 7, which", "1 + 1 = 2 - so"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3 + 4 = 7.",
+        "(3 + 4 = 7)",
+        "-3 + 4 = 1",
+        "so 3 + 4 = 7, which",
+        "1 + 1 = 2 - so",
+        "1 + 2 + 3 = 6",
+        "2 + 3 * 4 - 6 / 3 = 12",
+        "1 / 2 + 1 / 2 = 1",
+        "1 - 2 - 3 = -4",
+    ],
+)
 def test_equations_stand_in_sentences(text: str) -> None:
     assert equations_hold(text)
 

@@ -127,7 +127,7 @@ def test_entropy_is_in_bits() -> None:
     ("settings", "message"),
     [
         ({"path": "no/such/model"}, "cannot load judge_model.path 'no/such/model'"),
-        ({"path": str(ASSETS / "tiny_dspark")}, "is no whole language model: .* a drafter"),
+        ({"path": str(ASSETS / "tiny_dspark")}, "the weights of judge_model.path .* a drafter is given by checkpoint="),
         ({"dtype": "int8"}, "judge_model.dtype=int8 is unknown"),
     ],
 )

@@ -145,7 +145,7 @@ def test_no_answer_is_scored_after_the_end_of_the_document(toys: SimpleNamespace
     gpt._tokenizer.post_processor = TemplateProcessing(
         single="<|mask|> $A <|mask|>", special_tokens=[("<|mask|>", first)]
     )
-    assert (gpt("")["input_ids"], gpt("Tom")["input_ids"][::2]) == ([first, first], [first, first])
+    assert gpt("")["input_ids"] == [first, first]
     for context in ("Tom has 3", ""):
         [text] = encode(gpt, Question("a", context, (" pens",)))
         assert text.context == [first, *gpt(context, add_special_tokens=False)["input_ids"]]
