@@ -16,7 +16,8 @@ class Row:
     """A request in flight. `text` is the prompt and the tokens committed since, in order of generation.
 
     From left to right its last token is the anchor, whose keys and values are not in the cache yet. For any-subset
-    decoding order of generation is not order in the text; a diffusion LM commits the filled tokens before the first gap."""
+    decoding order of generation is not order in the text; a diffusion LM commits the filled tokens before the first
+    gap."""
 
     request: Request
     text: list[int]

@@ -26,7 +26,7 @@ def smollm2_target(*, dtype: str, device: str, mask_token: int | str | None, cac
     folder = Path(cache_dir).expanduser() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
         _convert(_gguf_path(), folder)
-    return causal(load_language_model(path=str(folder), name=NAME, dtype=dtype, device=device, mask_token=mask_token))
+    return require_causal(load_language_model(path=str(folder), name=NAME, dtype=dtype, device=device, mask_token=mask_token))
 
 
 def _gguf_path() -> Path:

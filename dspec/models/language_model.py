@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -245,10 +246,7 @@ def load_language_model(
     Raises UserError if the model or its tokenizer cannot be loaded.
     """
     place = checked_device(device, dtype=dtype)
-    path = checkpoint_path(path)
-    with one_line_failure(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    model, tokenizer = read_pretrained(path, dtype=dtype, role="target")
     mask_token_id = choose_mask_token(model, tokenizer, mask_token, name=name)
     kind = XLNet if model.config.model_type == XLNET else LanguageModel
     return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
@@ -262,13 +260,13 @@ def checkpoint_path(path: str) -> str:
 
 
 @contextmanager
-def one_line_failure(path: str) -> Iterator[None]:
+def one_line_failure(path: str, *, role: str = "target") -> Iterator[None]:
     """Raises UserError with the first line of what transformers says when it cannot load."""
     try:
         yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason}){_hint(reason)}") from error
+        raise UserError(f"cannot load {role} {path!r} from disk or the Hub ({reason}){_hint(reason)}") from error
 
 
 def _hint(reason: str) -> str:
@@ -285,6 +283,27 @@ def checked_device(device: str, *, dtype: str) -> str:
     if dtype == "bfloat16" and torch.device(place).type == "cpu":
         check_bfloat16()
     return place
+
+
+def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM of transformers and its tokenizer, from a local folder or the Hub. Code in a folder is never run.
+
+    Raises UserError, which names its `role`, if they cannot be loaded, or are not those of a language model, as in the
+    folder of a drafter: transformers would make up weights that are missing, and leave out what it does not know.
+    """
+    path = checkpoint_path(path)
+    with one_line_failure(path, role=role):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), trust_remote_code=False, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    foreign = set(model.config.architectures or ()) - set(dir(transformers))  # a drafter's, such as Qwen3DSparkModel
+    if wrong := sorted(info["missing_keys"] or (info["unexpected_keys"] if foreign else ())):
+        raise UserError(
+            f"the weights of {role} {path!r} are not those of a language model ({wrong[0]} is missing, or no part of "
+            "one); a drafter is given by checkpoint="
+        )
+    return model, tokenizer
 
 
 def local_device(device: str) -> str:

@@ -98,7 +98,8 @@ class RowInputs:
 
 
 def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionCache | None) -> Tensor:
-    """The hidden states [B, L, D] of all slots; those after a row's last are garbage. If no row has a slot, no pass is run."""
+    """The hidden states [B, L, D] of all slots; those after a row's last are garbage. If no row has a slot, no pass is
+    run."""
     B, L, device = len(rows), max(row.width for row in rows), model.device
     if not L:
         return torch.zeros(B, 0, model.hidden_size, dtype=model.dtype, device=device)
