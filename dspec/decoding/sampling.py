@@ -96,7 +96,8 @@ class SamplingBatch:
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """Slices of rows whose distributions fit in a fixed amount of memory, at least one row each; one empty slice if there are no rows."""
+    """Slices of rows whose distributions fit in a fixed amount of memory, at least one row each; one empty slice
+    if there are no rows."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, start + size) for start in range(0, max(1, rows), size))
 
