@@ -45,8 +45,14 @@ def samples() -> list[Sample]:
 
 
 def test_passes_by_their_kind() -> None:
-    assert passes(Generation(passes=SELF)) == {"nfe": 4, "nfe_draft": 2, "nfe_oracle": 2, "nfe_aux": 0}
-    assert passes(Generation(passes=NGRAM)) == {"nfe": 2, "nfe_draft": 0, "nfe_oracle": 2, "nfe_aux": 2}
+    assert passes(Generation(passes=SELF)) == {
+        "nfe": 4, "nfe_draft": 2, "nfe_oracle": 2, "nfe_rows": 4, "nfe_aux": 0,
+    }  # fmt: skip
+    assert passes(Generation(passes=NGRAM)) == {
+        "nfe": 2, "nfe_draft": 0, "nfe_oracle": 2, "nfe_rows": 2, "nfe_aux": 2,
+    }  # fmt: skip
+    orders = [Pass("prefill"), Pass("verify", 3, branches=5, drafted=4), Pass("decode"), Pass("verify", 1, branches=5)]
+    assert passes(Generation(passes=orders))["nfe_rows"] == 12  # sigma-GPT's five orders are five rows of a pass
 
 
 def test_prompts_of_a_batch_share_its_seconds() -> None:
