@@ -53,8 +53,12 @@ class Texts:
             return IterableDataset.from_generator(_rows_of_file, gen_kwargs={"path": str(self.path)})
         try:
             return load_dataset(self.repo, self.config, split=self.split, streaming=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot open {self.origin} on the Hub ({type(error).__name__}: {error})") from error
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a data set of an old kind, with a script
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise UserError(
+                f"cannot open {self.origin} on the Hub ({type(error).__name__}: {reason}); choose another, or set "
+                "data.source.path=<file.jsonl>"
+            ) from error
 
     def text(self, row: dict[str, Any]) -> str:
         """Raises UserError for a row without a text."""

@@ -308,7 +308,7 @@ class Evaluation:
     ) -> list[ResultRow]:
         samples = log.select(condition.name, condition.sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in condition.decoders}
-        shared = reference(by_decoder)
+        shared, source = reference(by_decoder), condition.benchmark.source()
         return [
             {
                 "method": specs[key].label,
@@ -320,6 +320,7 @@ class Evaluation:
                 "benchmark": condition.name,
                 "batch_size": self.batch_size,
                 "left_out": len(condition.benchmark.items()[: self.limit]) - len(answered),
+                "gold_length": bool(source.get("gold_length")),
                 **row(
                     answered,
                     by_decoder[specs[key].baseline],

@@ -2,13 +2,14 @@
 
     python -m eval.infill "The [MASK:4] sat on the mat"                          with the small model that ships
     python -m eval.infill "3 + 4 = [MASK:1].[MASK:5]" --task "Tom has 3 pens and buys 4. How many has he?"
-    python -m eval.infill "The [MASK:4] sat on the mat" --model runs/as_arm/<time>/target
+    python -m eval.infill "The [MASK:4] sat on the mat" --model runs/as_arm/<time>
 
 [MASK:n] stands for n tokens (how many is given, not found out); prints the text, and how many passes it took.
 """
 
 import argparse
 import re
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from dspec.errors import UserError
 from dspec.models.backbone import Backbone
 from dspec.models.language_model import embedded_any_subset, load_language_model
 from dspec.terminal import quiet
+from eval.checkpoints import has_target
 from eval.prompts import EncodedPrompt
 
 _HOLE = re.compile(r"\[MASK(?::(\d+))?\]")
@@ -52,15 +54,20 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
 
 
 def _model(folder: str | None) -> Backbone:
+    """The shipped model, that of a run's folder, or any language model's."""
     if folder is None:
         return embedded_any_subset(dtype="float32", device="cpu")
+    if has_target(Path(folder).expanduser()):
+        folder = str(Path(folder).expanduser() / "target")
     return load_language_model(path=folder, name=folder, dtype="float32", device="cpu", mask_token_id=None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.infill", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("text", help="with [MASK:n] where n tokens are to be filled in")
-    parser.add_argument("--model", help="target/ of a run of recipe=as_arm (default: the small one that ships)")
+    parser.add_argument(
+        "--model", help="folder of a run of recipe=as_arm, or its target/ (default: the small one that ships)"
+    )
     parser.add_argument("--task", help="a user turn that the text answers")
     parser.add_argument("--num-drafts", type=int, default=5, help="tokens drafted at a time (default: 5)")
     parser.add_argument("--draft", choices=("self", "ngram"), default="self", help="who drafts (default: self)")

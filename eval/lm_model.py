@@ -22,6 +22,7 @@ from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.seeding import prompt_seed
 from eval.load import load_model
+from eval.prompts import plain_ids, raw_ids
 from eval.rows import acceptance, counts
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class DspecLM(TemplateLM):
         """A chat template has already added the BOS token: it is not added twice."""
         bos = self.tokenizer.bos_token
         special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
-        return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])
+        return (raw_ids if special else plain_ids)(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         policy = self.loaded.policy

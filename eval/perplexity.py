@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from dspec.errors import UserError
@@ -25,22 +24,16 @@ class JudgeModel:
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
         """Model and tokenizer. Raises UserError if they cannot be loaded."""
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from dspec.models.language_model import ASSETS, DTYPES, local_device
+        from dspec.models.language_model import ASSETS, DTYPES, local_device, read_pretrained
 
         if self._dtype not in DTYPES:
             raise UserError(f"judge_model.dtype={self._dtype} is unknown; use one of {', '.join(DTYPES)}")
-        given = str(ASSETS / "tiny") if self._path is None else self._path
-        folder = Path(given).expanduser()
-        path = str(folder) if folder.is_dir() else given
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, self._dtype))
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"judge_model.path={path} is no causal LM on disk or the Hub ({reason})") from error
+        path = str(ASSETS / "tiny") if self._path is None else self._path
+        model, tokenizer = read_pretrained(path, dtype=self._dtype, role="judge_model.path")
+        if not _is_causal(model):
+            raise UserError(
+                f"judge_model.path {path!r} sees the text after a token: use a causal LM, such as gpt2-large"
+            )
         return model.to(local_device(self._device)).eval().requires_grad_(False), tokenizer
 
     def source(self) -> dict[str, Any]:
@@ -87,6 +80,15 @@ class JudgeModel:
         with torch.inference_mode():
             logits = model(read, use_cache=False).logits[0, -1 - len(scored) : -1]
             return float(torch.nn.functional.cross_entropy(logits.double(), scored))
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether the output at a token does not depend on the next one; XLNet's and BERT's do."""
+    import torch
+
+    with torch.inference_mode():
+        a, b = (model.eval()(torch.tensor([[0, after]]), use_cache=False).logits[0, 0] for after in (1, 2))
+        return torch.equal(a, b)
 
 
 def entropy(tokens: Sequence[int]) -> float:

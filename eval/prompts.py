@@ -72,7 +72,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark, item: Item,
     if benchmark.chat:
         ids = prompt_ids(tokenizer, item.prompt, policy)
     else:
-        ids = list(tokenizer(item.prompt, add_special_tokens=item.response is None)["input_ids"])
+        ids = (raw_ids if item.response is None else plain_ids)(tokenizer, item.prompt)
     if item.response is None:
         return EncodedPrompt(ids=ids, max_new_tokens=benchmark.max_new_tokens)
     if benchmark.chat:
@@ -132,3 +132,11 @@ def _with_holes(item: Item, text: Sequence[int], holes: set[int], *, start: int 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The text's tokens without any that the tokenizer would add."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def raw_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that goes on: after those that the tokenizer puts before every text (BOS), and without those
+    that it puts after one (XLNet's <sep><cls>, the end of a document)."""
+    with_added, letter = list(tokenizer("a")["input_ids"]), plain_ids(tokenizer, "a")
+    before = next(i for i in range(len(with_added)) if with_added[i : i + len(letter)] == letter)
+    return [*with_added[:before], *plain_ids(tokenizer, text)]

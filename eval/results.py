@@ -117,7 +117,8 @@ def load(folder: Path) -> dict[str, Any]:
         run, schema = results["run"], results.get("schema", 1)
         if schema > SCHEMA:
             raise UserError(f"{path} has schema {schema}, this dspec reads up to {SCHEMA}: update dspec")
-        rows = [_upgraded(row, schema) for row in results["rows"]]
+        sources = run.get("benchmarks", {})
+        rows = [_upgraded(row, schema, sources.get(row["benchmark"], {})) for row in results["rows"]]
         pool(rows)
         _ = run["seed"], run["config"], [(r["method"], r["benchmark"], r["decoder"]["temperature"]) for r in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -128,12 +129,12 @@ def load(folder: Path) -> dict[str, Any]:
     return {**results, "schema": SCHEMA, "rows": rows}
 
 
-def _upgraded(row: ResultRow, schema: int) -> ResultRow:
-    """A row of an earlier schema in the current format.
+def _upgraded(row: ResultRow, schema: int, source: Mapping[str, Any]) -> ResultRow:
+    """A row of an earlier schema in the current format; `source` is the provenance of its benchmark.
 
     Schema 2 had `serial` for `baseline`, and no `reference`. Schema 1 lacked some counts: each of its decoders emitted
     one token in a prompt's prefill, and tau was the mean over rounds; passes over several branches came later. Its
-    first files had no `serial`: the baseline was AR. `scores` came within schema 3.
+    first files had no `serial`: the baseline was AR. `scores` and `gold_length` came within schema 3.
     """
     if schema < 3:
         row = {**row, "baseline": row.get("serial", AR)}
@@ -142,7 +143,7 @@ def _upgraded(row: ResultRow, schema: int) -> ResultRow:
         rounds = round((row["tokens"] - row["n"]) / row["tau"]) if row["tau"] else 0
         old = {"prefill_tokens": row["n"], "rounds": rounds, "positions_computed": 0}
         row = {**old, "branch_forwards": row["nfe"] - row["nfe_prefill"], **row}
-    return {"scores": {}, **row}
+    return {"scores": {}, "gold_length": bool(source.get("gold_length")), **row}
 
 
 def kept_ar_check(folder: Path) -> dict[str, Any] | None:

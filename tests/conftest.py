@@ -20,7 +20,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, XLNetConfig, XLNetLMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    XLNetConfig,
+    XLNetLMHeadModel,
+    XLNetTokenizer,
+)
 
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
@@ -128,6 +136,15 @@ def xlnet(
             elif "bias" in name or "mask_emb" in name:
                 p.mul_(0.3)
     return exact_positions(XLNet(model, None, name="tiny-xlnet", mask_token_id=vocab - 1))
+
+
+def xlnet_tokenizer() -> XLNetTokenizer:
+    """Some words and letters. It puts <sep><cls> after a text, as the pretrained one does."""
+    special = ["<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>"]
+    words = "Tom has pens and more How many".split()
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:?"
+    scored = [(token, 0.0) for token in special] + [(f"▁{word}", -3.0) for word in words]
+    return XLNetTokenizer(vocab=[*scored, ("▁", -6.0), *((letter, -8.0) for letter in letters)])
 
 
 def draft(
@@ -450,7 +467,7 @@ def toys() -> SimpleNamespace:
     names = (
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
         "finished joined Remembering Bound autoregressive speculative jacobi any_subset infilling conditional xlnet "
-        "two_stream_logits build_decoder"
+        "xlnet_tokenizer two_stream_logits build_decoder"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -244,18 +245,34 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
     place = local_device(device)
     if dtype == "bfloat16" and torch.device(place).type == "cpu":
         check_bfloat16()
+    model, tokenizer = read_pretrained(path, dtype=dtype, role="target")
+    kind = XLNet if model.config.model_type == XLNET else LanguageModel
+    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+
+
+def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal LM of transformers and its tokenizer, from a local folder or the Hub.
+
+    Raises UserError, which names its `role`, if they cannot be loaded, or are not those of a language model, as in the
+    folder of a drafter: transformers would make up weights that are missing, and leave out what it does not know.
+    """
     folder = Path(path).expanduser()
     restore(folder)
     if folder.is_dir():
         path = str(folder)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load target {path!r} from disk or the Hub ({reason})") from error
-    kind = XLNet if model.config.model_type == XLNET else LanguageModel
-    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+        raise UserError(f"cannot load {role} {path!r} from disk or the Hub ({reason})") from error
+    foreign = set(model.config.architectures or ()) - set(dir(transformers))  # a drafter's, such as Qwen3DSparkModel
+    if wrong := sorted(info["missing_keys"] or (info["unexpected_keys"] if foreign else ())):
+        raise UserError(
+            f"the weights of {role} {path!r} are not those of a language model ({wrong[0]} is missing, or no part of "
+            "one); a drafter is given by checkpoint="
+        )
+    return model, tokenizer
 
 
 def local_device(device: str) -> str:

@@ -10,6 +10,7 @@ if it passes its hidden tests.
 
 import random
 import re
+from fractions import Fraction
 from typing import Any
 
 from data.embedded.corpus import Example
@@ -19,7 +20,9 @@ from eval.benchmarks.embedded import Functions, Problems, solves
 from eval.sandbox.judge import Judge
 
 HOLES = ("random", "span", "line")
-_EQUATION = re.compile(r"(-?\d+) ([-+*/]) (-?\d+) = (-?\d+)")
+# no longer equation or number
+_NO_MORE_BEFORE, _NO_MORE_AFTER = r"(?<![\w.,+*/=-])(?<![-+*/=] )", r"(?!\w|[.,]\d| ?[-+*/] ?-?\d)"
+_EQUATION = re.compile(rf"{_NO_MORE_BEFORE}(-?\d+(?: [-+*/] -?\d+)+) = (-?\d+){_NO_MORE_AFTER}")
 _LINE = re.compile(r"\n?[^\n]*")  # with the line break before it, in which the indentation is a part of one token
 
 
@@ -93,15 +96,28 @@ def filled(item: Item, answer: str) -> str:
 
 
 def equations_hold(text: str) -> bool:
-    """Whether there is an equation `a op b = c` of whole numbers in `text`, and all of them are true."""
-    found = _EQUATION.findall(text)
-    return bool(found) and all(_holds(int(a), op, int(b), int(c)) for a, op, b, c in found)
+    """Whether `text` has an equation `a op b = c` or `a op b op c = d` of whole numbers, all of them are true, and each
+    "=" is in one: what cannot be read as an equation is not right."""
+    equations = _EQUATION.findall(text)
+    if not 0 < len(equations) == text.count("="):
+        return False
+    return all(_value(left) == int(right) for left, right in equations)
 
 
-def _holds(a: int, op: str, b: int, c: int) -> bool:
-    if op == "/":
-        return b != 0 and a == b * c
-    return c == {"+": a + b, "-": a - b, "*": a * b}[op]
+def _value(expression: str) -> Fraction | None:
+    """Of numbers joined by + - * /, products first; None for a division by zero."""
+    first, *rest = expression.split()
+    total, product = Fraction(0), Fraction(int(first))
+    for operator, number in zip(rest[::2], map(int, rest[1::2]), strict=True):
+        if operator in "+-":
+            total, product = total + product, Fraction(number if operator == "+" else -number)
+        elif operator == "*":
+            product *= number
+        elif not number:
+            return None
+        else:
+            product /= number
+    return total + product
 
 
 def _described(holes: str, hidden: float) -> dict[str, Any]:

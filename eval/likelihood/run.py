@@ -34,6 +34,7 @@ from eval.gate import timed
 from eval.likelihood.table import perplexity, score_table
 from eval.load import LoadedModel, load_model
 from eval.meter import Meter
+from eval.prompts import plain_ids, raw_ids
 from eval.results import ResultRow, assemble
 from eval.rows import row
 from eval.samples import Sample, SampleLog, digest
@@ -63,14 +64,14 @@ def distribution(name: str, spec: DecoderSpec, loaded: LoadedModel) -> Distribut
 def encode(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[Continuation]:
     """Each answer after the context. The text is tokenised as a whole where its first tokens are the context's, else
     context and answer apart."""
-    context = list(tokenizer(question.context)["input_ids"])
+    context = raw_ids(tokenizer, question.context)
     found = []
     for answer in question.answers:
-        whole = list(tokenizer(question.context + answer)["input_ids"])
+        whole = raw_ids(tokenizer, question.context + answer)
         if whole[: len(context)] == context:
             tokens = whole[len(context) :]
         else:
-            tokens = list(tokenizer(answer, add_special_tokens=False)["input_ids"])
+            tokens = plain_ids(tokenizer, answer)
         found.append(Continuation(context, tokens))
     return found
 
@@ -228,6 +229,7 @@ def _row(task: Task, key: str, one: Distribution, kept: SampleLog, *, batch_size
         "benchmark": task.name,
         "batch_size": batch_size,
         "left_out": task.left_out,
+        "gold_length": False,
         **counted,
         "perplexity": perplexity(counted),
     }

@@ -22,7 +22,7 @@ from dspec.config.leaves import flat
 from dspec.errors import UserError
 from eval.intervals import student
 from eval.reports.scores import NOTE, mean_cell
-from eval.reports.table import over_ar
+from eval.reports.table import GOLD_LENGTH, over_ar
 from eval.results import (
     AR,
     AR_OF_BASE,
@@ -173,7 +173,8 @@ def compare(folders: Sequence[Path]) -> str:
     """The comparison as text: methods by temperature, then all pairwise differences."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("a folder is listed twice: pass each run once")
-    found = outcomes([(folder, load(folder)) for folder in folders])
+    runs = [(folder, load(folder)) for folder in folders]
+    found = outcomes(runs)
     lines = []
     for temperature in sorted({t for _, t in found}):
         at_t = {method: by_seed for (method, t), by_seed in found.items() if t == temperature}
@@ -187,6 +188,8 @@ def compare(folders: Sequence[Path]) -> str:
     lines.append(f"differences: mean and 95 % interval, paired by seed (tau, tpf, {speedup}) or prompt ({by_prompt})")
     if scored:
         lines.append(f"scores: {NOTE}")
+    if told := sorted({row["benchmark"] for _, run in runs for row in run["rows"] if row["gold_length"]}):
+        lines.append(f"{GOLD_LENGTH}, {', '.join(told)}: decoders are told how many tokens of the reference are hidden")
     shown = [outcome for outcome in every if outcome.metrics["speedup"] is not None]
     if _mark(shown):
         marked = _label([outcome for outcome in shown if not outcome.trusted])

@@ -8,6 +8,7 @@ passes of each kind, seconds, and the benchmark's continuous scores. Writes samp
 """
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from dspec.decoding.generation import Generation
 from dspec.errors import UserError
 from eval.reports.report import Report
 from eval.reports.scores import mean_cell
-from eval.reports.table import aligned
+from eval.reports.table import GOLD_LENGTH, aligned
 from eval.results import load
 from eval.rows import mean_and_error
 from eval.samples import Sample, read_samples
@@ -32,7 +33,8 @@ against the baseline on the same prompts (Student's t, Wilcoxon's signed ranks)
 NFE: passes of the model, those that test drafts (oracle) and others (draft);
 rows: of all these passes (one per pass, but for samplers that test several
 orders at once); aux: passes of another drafter, such as n-grams
-{BIASED}: not its baseline's distribution: biased, or lossy by a tolerance"""
+{BIASED}: not its baseline's distribution: biased, or lossy by a tolerance
+{GOLD_LENGTH}: samplers are told how many tokens of the reference are hidden"""
 
 Entry = dict[str, Any]
 Values = dict[str, dict[str, float]]  # by measure and prompt id
@@ -82,6 +84,7 @@ def compare(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample]) -> lis
             for name, per_prompt in values.items()
         }
         named = {"benchmark": row["benchmark"], "temperature": group[1], "method": row["method"], "n": row["n"]}
+        named |= {"gold_length": bool(row.get("gold_length"))}
         decoder = {"decoder": row["decoder"], "baseline": row["baseline"], "lossless": row["lossless"]}
         entries.append(named | decoder | {"measures": compared})
     return entries
@@ -141,7 +144,8 @@ _COUNTED = ("nfe", *_BESIDE, "seconds")
 
 
 def _title(entry: Entry) -> str:
-    return f"{entry['benchmark']}, T={entry['temperature']:g}, {entry['n']} prompts"
+    told = f", {GOLD_LENGTH}" if entry["gold_length"] else ""
+    return f"{entry['benchmark']}, T={entry['temperature']:g}, {entry['n']} prompts{told}"
 
 
 def _method(entry: Entry) -> str:
@@ -169,6 +173,9 @@ def _tests(entry: Entry, name: str) -> tuple[str, str, str]:
 
 
 def _p(value: float) -> str:
+    """A dash for NaN: the tests are not defined for such differences."""
+    if math.isnan(value):
+        return "–"
     return f"{value:.3f}" if value >= 0.001 else "<0.001"
 
 

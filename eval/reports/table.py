@@ -9,6 +9,7 @@ from typing import Any
 from eval.results import ANY_SUBSET, AR, AR_OF_BASE, DIFFUSION, UNTRUSTED, ResultRow, baseline_label
 
 WIDTH = 80
+GOLD_LENGTH = "gold length"  # in the line above the rows of a benchmark that tells how long the reference is
 LOSSLESS = "="  # suffix of the quality of a row whose outputs have the distribution of its baseline's
 
 
@@ -73,12 +74,14 @@ def _columns(rows: Sequence[ResultRow], *, trusted: bool) -> dict[str, Callable[
 
 
 def title(row: ResultRow) -> str:
-    """The line above the rows of a benchmark and temperature; it also counts answers without a verdict."""
+    """The line above the rows of a benchmark and temperature; it also counts answers without a verdict, and says
+    whether decoders are told the reference's length."""
     named = f", {row['quality_name']}" if row["quality_name"] else ""
     undecided = row.get("verdicts", {}).get("undecided", 0.0)
     left = f", {100 * undecided:.1f} % undecided" if undecided else ""
     out = f" ({row['left_out']} left out: they do not fit)" if row.get("left_out") else ""
-    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{out}{named}{left}"
+    told = f", {GOLD_LENGTH}" if row.get("gold_length") else ""
+    return f"{row['benchmark']}, T={row['decoder']['temperature']:g}, {row['n']} prompts{out}{named}{told}{left}"
 
 
 def table(rows: Sequence[ResultRow], *, trusted: bool) -> str:
@@ -131,6 +134,8 @@ def legend(rows: Sequence[ResultRow]) -> str:
     if (header := _other_reference(rows)) is not None:
         lines.append(f"{header}: the same over {_named_references(rows)}.")
     lines.append(f"diff: greedy answers that differ from {named}'s.")
+    if any(row.get("gold_length") for row in rows):
+        lines.append(f"{GOLD_LENGTH}: decoders are told how many tokens of the reference are hidden.")
     if any(map(_undecided, rows)):
         lines.append("undecided: the judge did not finish (the most of any row); counted as wrong.")
     return "\n".join(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in lines)
@@ -191,7 +196,8 @@ def markdown(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     headers = ["benchmark", "T", "n", *columns]
     lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * 4 + "---:|" * (len(headers) - 4)]
     for row in rows:
-        cells = [row["benchmark"], f"{row['decoder']['temperature']:g}", str(row["n"])]
+        named = row["benchmark"] + (f" ({GOLD_LENGTH})" if row.get("gold_length") else "")
+        cells = [named, f"{row['decoder']['temperature']:g}", str(row["n"])]
         cells += [cell(row).strip().replace("|", r"\|").replace("*", r"\*") for cell in columns.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -211,7 +217,8 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
         (name, part) for name in dict.fromkeys(n for r in rows for n in r.get("scores", {})) for part in ("mean", "se")
     ]
     first = ["benchmark", "temperature", "method", "decoder", "target", "n"]
-    writer.writerow([*first, *_PLAIN, *ends, "speedup_trusted", *(f"{name}_{part}" for name, part in scores)])
+    last = ["speedup_trusted", "gold_length", *(f"{name}_{part}" for name, part in scores)]
+    writer.writerow([*first, *_PLAIN, *ends, *last])
     for row in rows:
         named = [row["benchmark"], row["decoder"]["temperature"], row["method"], row["decoder"]["name"], row["target"]]
         intervals = [row["interval_95"][name] or (None, None) for name in ("quality", "tau", "tpf", "speedup")]
@@ -223,6 +230,7 @@ def as_csv(rows: Sequence[ResultRow], *, trusted: bool | None) -> str:
                 *(row[name] for name in _PLAIN),
                 *(x for i in intervals for x in i),
                 trusted if over_ar(row["baseline"]) else None,
+                bool(row.get("gold_length")),
                 *found,
             ]
         )

@@ -155,6 +155,34 @@ def test_every_option_changes_the_rows(target: LanguageModel, file: Path, change
     assert base == list(islice(iter(stream(target, file)), 12))
 
 
+def test_each_window_has_an_order_of_its_own(target: LanguageModel, tmp_path: Path) -> None:
+    """Else the documents at the same places of all windows would come out at the same places."""
+    texts = [f"text number {i}." for i in range(60)]
+    path = written(tmp_path / "texts.jsonl", texts)
+    ids = [tuple(target.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    part = stream(target, path, window=6, validation_share=1e-9)
+    read = [ids.index(document) for document in documents(part, sum(len(text) + 1 for text in ids))]
+    windows = [read[i : i + 6] for i in range(0, 60, 6)]
+    assert [sorted(window) for window in windows] == [list(range(i, i + 6)) for i in range(0, 60, 6)]
+    assert len({tuple(i % 6 for i in window) for window in windows}) > 5
+
+
+def test_blank_documents_are_left_out(target: LanguageModel, tmp_path: Path) -> None:
+    """Nothing, not even separators, is trained on or held out of them."""
+    some = [f"text number {i}." for i in range(12)]
+    blank = [text for pair in zip(some, ["", " ", "\n\t"] * 4, strict=True) for text in pair]
+    whole = written(tmp_path / "a.jsonl", some), written(tmp_path / "b.jsonl", blank)
+    size = sum(len(target.tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in some)
+    plain, mixed = (documents(stream(target, path, validation_share=1e-9), size) for path in whole)
+    assert sorted(mixed) == sorted(plain)
+    held = []
+    for path in whole:
+        data = module(target, path, validation_share=0.99999, validation=100)
+        data.setup("fit")
+        held.append(data._held_out)
+    assert held[0] == held[1]
+
+
 def test_batches_and_validation(target: LanguageModel, file: Path) -> None:
     data = module(target, file, row_length=12)
     data.setup("fit")
@@ -214,6 +242,30 @@ def test_a_run_goes_on_at_the_same_row(target: LanguageModel, file: Path, tmp_pa
     written(file, [f"other texts {i}" for i in range(COUNT)])
     with pytest.raises(UserError, match="not what this run started with"):
         fitted(module(target, file), tmp_path / "rest", steps=9, resume=tmp_path / "whole" / "step=6.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Dataset scripts are no longer supported, but found b.py\nmore"), "but found b.py)"),
+        (ValueError("no config"), "no config"),
+        (FileNotFoundError(), "FileNotFoundError"),
+    ],
+)
+def test_a_data_set_that_cannot_be_opened_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def refuse(*args: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("data.texts.load_dataset", refuse)
+    with pytest.raises(UserError) as refused:
+        Texts(path=None, repo="a/b", config=None, split="train", field="text").stream()
+    message = str(refused.value)
+    assert message.startswith("cannot open a/b (None, train) on the Hub (")
+    assert reason in message
+    assert message.endswith("or set data.source.path=<file.jsonl>")
+    assert "\n" not in message
 
 
 def test_errors(target: LanguageModel, file: Path, tmp_path: Path) -> None:

@@ -70,6 +70,23 @@ def test_it_does_what_is_printed(toys: SimpleNamespace, orders: int) -> None:
     assert [m.tokens for m in decode(decoder, asked, in_flight=3)] == [m.tokens for m in together]
 
 
+@pytest.mark.parametrize("orders", [1, 3])
+def test_the_positions_of_passes_add_up_to_what_was_computed(toys: SimpleNamespace, orders: int) -> None:
+    """All orders of a row, the padding of its batch, and rows that wait for others included."""
+    target, shapes = toys.target(vocab=7, layers=2, seed=5), list[int]()
+    target.model.get_decoder().layers[0].register_forward_hook(
+        lambda _, args, out: shapes.append(args[0][..., 0].numel())
+    )
+    asked = toys.infilling(random.Random(1), 40, vocab=7, longest=12, samplings=[WARM])
+    short, *long = next(r for r in asked if r.max_new_tokens == 1), *(r for r in asked if r.max_new_tokens > 5)
+    for batch in ([short, *long], [short]):
+        shapes.clear()
+        made = decode(SigmaGPT(target=target, num_orders=orders), batch)
+        assert sum(one.positions_computed for one in made) == sum(shapes[1:])  # the first pass is prefill
+        assert sum(one.passes[0].positions for one in made) == shapes[0]
+        assert any(one.idle_positions for one in made) == (len(batch) > 1)
+
+
 def test_it_is_biased_and_assd_is_not(toys: SimpleNamespace) -> None:
     """Total variation from the enumerated distribution of sequential decoding: chance alone for ASSD."""
     target = toys.target(seed=6, vocab=4, layers=2, hidden=8, scale=0.6)

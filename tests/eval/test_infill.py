@@ -9,14 +9,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from data.chat import PromptPolicy
 from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
-from dspec.decoding.sampling import GREEDY
+from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError
-from dspec.models.language_model import embedded_any_subset, embedded_target
+from dspec.models.language_model import ASSETS, embedded_any_subset, embedded_target
 from eval.benchmarks.embedded_infilling import FilledProblems
 from eval.infill import main, parse
 from eval.prompts import encode
 
-TINY = Path(__file__).resolve().parents[2] / "dspec" / "assets" / "tiny"
+TINY = ASSETS / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,52 @@ def test_holes_stand_where_they_are_marked(tokenizer: PreTrainedTokenizerBase) -
 def test_what_cannot_be_filled(tokenizer: PreTrainedTokenizerBase, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         parse(tokenizer, text, task=None)
+
+
+def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text and passes are those of a decoder with the same settings."""
+    model, task = embedded_any_subset(dtype="float32", device="cpu"), "Tom has 3 pens and buys 4. How many has he?"
+    text = "First, Tom has 3 + 4 = 7 pens. [MASK:14] #### 7"
+    prompt, printed = parse(model.tokenizer, text, task=task), set()
+    for draft, drafts, temperature, seed in (("self", 5, 0.0, 0), ("ngram", 5, 0.0, 0), ("self", 1, 0.0, 0),
+                                             ("self", 5, 1.5, 0), ("self", 5, 1.5, 1)):  # fmt: skip
+        config = AnySubsetConfig(num_drafts=drafts, draft=draft, bonus=True, tolerance=0.0)
+        sampling = Sampling(temperature=temperature, top_p=1.0)
+        request = prompt.request(sampling=sampling, seed=seed, stop_ids=(), stop=None)
+        [wanted] = decode(AnySubset(target=model, config=config), [request])
+        settings = ["--draft", draft, "--num-drafts", drafts, "--temperature", temperature, "--seed", seed]
+        monkeypatch.setattr(sys, "argv", ["infill", text, "--task", task, *map(str, settings)])
+        main()
+        out = capsys.readouterr().out
+        assert out == (
+            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n14 tokens in {wanted.nfe} forward passes\n"
+        )
+        printed.add(out)
+    assert len(printed) == 5  # each setting shows
+
+
+def test_a_drafter_is_no_model_to_fill_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["infill", "Tom has [MASK:4] pens.", "--model", str(ASSETS / "tiny_dspark")])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()[-1:]
+    assert "tiny_dspark' are not those of a language model (confidence_head.proj.bias is missing, or no part" in line
+    assert "a drafter is given by checkpoint=" in line
+
+
+def test_a_runs_folder_is_as_good_as_its_target(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "target").symlink_to(ASSETS / "tiny_as_arm")
+    shown = []
+    for model in ([], ["--model", str(tmp_path)], ["--model", str(tmp_path / "target")]):
+        monkeypatch.setattr(sys, "argv", ["infill", "Tom has [MASK:4] pens.", *model])
+        main()
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] == shown[2]
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

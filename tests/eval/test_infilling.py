@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_prompt_shows_all_but_the_holes(target: LanguageModel, problems: Fille
 
 
 def test_references_are_right_and_changed_ones_wrong(problems: FilledProblems) -> None:
-    for item in FilledProblems(count=60, holes="random", hidden=0.5, seed=3).items():
+    for item in FilledProblems(count=600, holes="random", hidden=0.5, seed=3).items():  # some add three numbers
         assert item.response is not None
         assert equations_hold(item.response), item.response
     one = problems.items()[0]
@@ -67,6 +68,37 @@ def test_references_are_right_and_changed_ones_wrong(problems: FilledProblems) -
     assert problems.score(one, "#### 124") == {"consistent": False}
     assert not equations_hold("7 / 0 = 7")
     assert equations_hold("12 / 4 = 3, 3 - 5 = -2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3 +4 = 9. 1 + 1 = 2", "1 + 1 = 2. So 2 = 9", "1 + 1 = 2 = 3", "1 + 1 = 2 + 3 = 5", "3 + 4 == 7",
+        "1 + 1 = 2. 3 + = 9", "3 + 4 = 7.5", "3 + 4 = 7,500", "3 + 4 = 7 + 1", "3 + 4 = 7+1", "3 + 4 = 7 - -1",
+        "3 + 4 = 7x", "5 + 3 + 4 = 7", "5+3 + 4 = 7", "5 - 3 + 4 = 7", "x + 3 + 4 = 7", "1.3 + 4 = 7", "1,3 + 4 = 7",
+        "x3 + 4 = 7", "1 / 0 = 0", "1 / 3 = 0", "2 + 3 * 4 = 20", "no equation", "",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_as_an_equation_is_not_right(text: str) -> None:
+    assert not equations_hold(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3 + 4 = 7.",
+        "(3 + 4 = 7)",
+        "-3 + 4 = 1",
+        "so 3 + 4 = 7, which",
+        "1 + 1 = 2 - so",
+        "1 + 2 + 3 = 6",
+        "2 + 3 * 4 - 6 / 3 = 12",
+        "1 / 2 + 1 / 2 = 1",
+        "1 - 2 - 3 = -4",
+    ],
+)
+def test_equations_stand_in_sentences(text: str) -> None:
+    assert equations_hold(text)
 
 
 def test_a_filled_function_passes_its_tests() -> None:
@@ -221,6 +253,13 @@ def test_the_decoder_that_speeds_refer_to_must_be_there(
     plain = {AR: DecoderSpec(label="AR", build=build_ar)}
     with pytest.raises(UserError, match="must contain any_subset"):
         _evaluate(target, tmp_path, plain, filled=problems)
+
+
+def test_raw_text_goes_on_where_it_ends(toys: SimpleNamespace) -> None:
+    """XLNet's tokenizer puts <sep><cls>, the end of a document, after every text."""
+    tokenizer, raw = toys.xlnet_tokenizer(), SimpleNamespace(chat=False, max_new_tokens=3)
+    prompt = encode(tokenizer, raw, Item("a", "Tom has more"), POLICY)
+    assert tokenizer.convert_ids_to_tokens(prompt.ids) == ["▁Tom", "▁has", "▁more"]
 
 
 def test_an_answer_is_the_whole_response(target: LanguageModel, problems: FilledProblems) -> None:

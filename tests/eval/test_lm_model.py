@@ -1,5 +1,6 @@
 """The model that lm-eval sees: log-likelihoods against naive forwards, stops, order, batches, seeds."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,12 @@ def test_a_text_without_context_follows_the_bos_token(lm: Any) -> None:
     assert lm.prefix_token_id == lm.tokenizer.eos_token_id  # the embedded target has no other
     lm.tokenizer.bos_token = lm.tokenizer.convert_ids_to_tokens(9)
     assert lm.prefix_token_id == 9
+
+
+def test_no_continuation_follows_the_end_of_a_document(lm: Any, toys: SimpleNamespace) -> None:
+    """XLNet's tokenizer puts <sep><cls> after every text."""
+    lm.tokenizer = toys.xlnet_tokenizer()
+    assert lm.tokenizer.convert_ids_to_tokens(lm.tok_encode("Tom has more")) == ["▁Tom", "▁has", "▁more"]
 
 
 def test_repeated_samples_differ_and_seeds_repeat(lm: Any) -> None:

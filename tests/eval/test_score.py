@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dspec.config.compose import ROOT
@@ -126,6 +127,29 @@ def test_context_and_answer_share_no_token() -> None:
     [torn] = encode(tokenizer, Question("a", "Tom ha", ("s 3",)))  # "has" is one token
     assert tokenizer.decode(torn.context) == "Tom ha"
     assert tokenizer.decode(torn.tokens) == "s 3"
+
+
+def test_no_answer_is_scored_after_the_end_of_the_document(toys: SimpleNamespace) -> None:
+    """XLNet's tokenizer puts <sep><cls> after a text; what others put before one is visible, even where that is all."""
+    tokenizer = toys.xlnet_tokenizer()
+    assert tokenizer.convert_ids_to_tokens(tokenizer("Tom")["input_ids"]) == ["▁Tom", "<sep>", "<cls>"]
+    for answer in (" pens", ", pens"):
+        [text] = encode(tokenizer, Question("a", "Tom has more", (answer,)))
+        assert tokenizer.convert_ids_to_tokens(text.context) == ["▁Tom", "▁has", "▁more"]
+        assert tokenizer.decode(text.tokens).strip() == answer.strip()
+    [text] = encode(tokenizer, Question("a", "Tom ha", ("s more",)))  # "has" is one token
+    assert tokenizer.decode(text.context) == "Tom ha"
+    assert not set(text.tokens) & set(tokenizer.all_special_ids)
+    gpt = AutoTokenizer.from_pretrained(ROOT / "dspec" / "assets" / "tiny")
+    first = gpt.convert_tokens_to_ids("<|mask|>")
+    gpt._tokenizer.post_processor = TemplateProcessing(
+        single="<|mask|> $A <|mask|>", special_tokens=[("<|mask|>", first)]
+    )
+    assert gpt("")["input_ids"] == [first, first]
+    for context in ("Tom has 3", ""):
+        [text] = encode(gpt, Question("a", context, (" pens",)))
+        assert text.context == [first, *gpt(context, add_special_tokens=False)["input_ids"]]
+        assert gpt.decode(text.tokens) == " pens"
 
 
 def test_rows_hold_what_the_likelihoods_are(score: Callable[..., SimpleNamespace]) -> None:

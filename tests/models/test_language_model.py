@@ -1,5 +1,6 @@
 """The target: taps against a forward pass layer by layer, cached and ragged against plain, refusals."""
 
+import json
 import random
 import shutil
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
@@ -26,7 +28,7 @@ from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.models import language_model as target_module
 from dspec.models.backbone import lm_logits
-from dspec.models.language_model import _NORMS, LanguageModel, check_bfloat16, load_language_model
+from dspec.models.language_model import _NORMS, ASSETS, LanguageModel, check_bfloat16, load_language_model
 from dspec.provenance import fingerprint
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -284,6 +286,24 @@ def test_load_target(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.
         load_language_model(path=str(tmp_path), name="x", dtype="float16", device="cpu", mask_token_id=None)
     target = load_language_model(path=str(tmp_path), name="x", dtype="float32", device="cpu", mask_token_id=4)
     assert target.mask_token_id == 4
+
+
+def test_weights_that_are_not_a_language_models_are_refused(tmp_path: Path) -> None:
+    """transformers would make up those that are missing, and leave out what it does not know: a drafter's own parts.
+    Another name for the same weights does no harm."""
+    how = {"name": "x", "dtype": "float32", "device": "cpu", "mask_token_id": None}
+    with _refused(r"tiny_dspark' are not those of a language model \(confidence_head.proj.bias .* checkpoint="):
+        load_language_model(path=str(ASSETS / "tiny_dspark"), **how)
+    shutil.copytree(ASSETS / "tiny", tmp_path / "named")
+    config = json.loads((tmp_path / "named" / "config.json").read_text())
+    (tmp_path / "named" / "config.json").write_text(json.dumps(config | {"architectures": ["Ours"]}))
+    assert load_language_model(path=str(tmp_path / "named"), **how).num_layers == 6
+    shutil.copytree(ASSETS / "tiny", tmp_path / "torn")
+    weights = load_file(tmp_path / "torn" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "torn" / "model.safetensors", metadata={"format": "pt"})
+    with _refused(r"torn' are not those of a language model \(model.norm.weight is missing"):
+        load_language_model(path=str(tmp_path / "torn"), **how)
 
 
 def test_a_target_whose_writer_was_killed_between_its_renames_is_found(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def test_rouge_by_hand(folder: Path) -> None:
     # unigrams 3 of 3 and of 4; bigrams 1 of 2 and of 3; longest common subsequence 2
     assert got == pytest.approx({"rouge1": 6 / 7, "rouge2": 2 / 5, "rougeL": 4 / 7})
     assert benchmark.continuous_scores(benchmark.items()[0], "") == {"rouge1": 0, "rouge2": 0, "rougeL": 0}
+    # no stemming: "calls" and "homes" are other words
+    assert benchmark.continuous_scores(benchmark.items()[0], "calls homes")["rouge1"] == 0
 
 
 def test_without_rouge_score_there_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +162,9 @@ def test_stories_from_each_kind_of_file(folder: Path, write: Callable[..., None]
     assert roc_stories().rows == [{"sentences": STORY}]
     rocstories(folder)
     assert roc_stories().rows == [{"sentences": STORY}]
+    names = [f"sentence{i}" for i in range(1, 6)]
+    (folder / "rocstories.csv").write_text(",".join([*names, "x"]) + "\n" + ",".join([*STORY, ""]), "utf-8-sig")
+    assert roc_stories().rows == [{"sentences": STORY}]  # a spreadsheet's file begins with a byte order mark
     (folder / "rocstories.csv").write_text("sentence1,sentence2\na,b\n")
     with pytest.raises(UserError, match='row 1: no "sentence3"'):
         roc_stories()

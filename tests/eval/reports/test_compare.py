@@ -103,6 +103,20 @@ def test_a_file_of_schema_2_is_read_in_todays_form(tmp_path: Path) -> None:
     assert "* any_subset fell behind transformers' generate, or was not timed" in text
 
 
+def test_whatever_uses_the_gold_length_says_so(tmp_path: Path) -> None:
+    """Files from before rows had it say so in the benchmark's provenance."""
+    folder = made(tmp_path / "a", "a", 0, [(2.5, 30), (2.0, 30)])
+    assert "gold length" not in compare([folder])
+    results = json.loads((folder / "results.json").read_text())
+    results["run"]["benchmarks"] = {"b0": {"gold_length": False}, "b1": {"gold_length": True}}
+    (folder / "results.json").write_text(json.dumps(results))
+    assert [(row["benchmark"], row["gold_length"]) for row in load(folder)["rows"][::2]] == [
+        ("b0", False),
+        ("b1", True),
+    ]
+    assert "\ngold length, b1: decoders are told how many tokens" in compare([folder])
+
+
 def test_decoders_whose_passes_are_not_rounds_are_pooled_by_their_own_counts(tmp_path: Path) -> None:
     """A denoising decoder: several passes per round, and a prefill that emits nothing."""
     folder = made(tmp_path / "a", "a", 0, [(2.0, 30), (4.0, 10)])
@@ -278,9 +292,9 @@ def test_settings_that_follow_from_a_class_are_not_named_beside_it(tmp_path: Pat
     ]
     wide = [{"target": fresh | {"width": width}} for width in (8, 16)]
     assert named(tmp_path / "b", {"target": {"_target_": "x.shipped"}}, *wide) == [
-        "target=shipped target.width=None",
-        "target=fresh target.width=8",
-        "target=fresh target.width=16",
+        "target.width=None target=shipped",
+        "target.width=8 target=fresh",
+        "target.width=16 target=fresh",
     ]
 
 

@@ -4,6 +4,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from scipy import stats
 
 from dspec.decoding.generation import Generation, Pass
 from dspec.errors import UserError
-from eval.reports.samplers import compare, measures, paired_tests, passes, report, show
+from eval.reports.samplers import _p, compare, measures, paired_tests, passes, report, show
 from eval.reports.scores import scores_table
 from eval.results import load
 from eval.rows import mean_and_error, score_means
@@ -21,6 +22,35 @@ from eval.samples import Sample, read_samples
 SELF = [Pass("prefill", 1), Pass("verify", 2, drafted=4, accepted=1), Pass("decode", 1), Pass("verify", 1, drafted=2)]
 NGRAM = [Pass("draft"), Pass("prefill", 2, drafted=4, accepted=1), Pass("draft"), Pass("verify", 1, drafted=3)]
 PPL = {"any_subset": [10.0, 14.0, 12.5, 20.0, 9.0], "assd": [11.0, 13.0, 12.0, 26.0, 9.5]}
+
+
+SHOWN = """\
+sampler                NFE draft oracle rows aux NFE %       seconds time %
+b, T=1, 12 prompts
+  any_subset 5.000 ± 0.000   5.0    0.0  5.0 0.0     – 6.500 ± 1.041      –
+  assd       4.000 ± 0.000   3.0    1.0  4.0 0.0 -20.0 6.500 ± 1.041   +0.0
+c, T=1, 5 prompts, gold length
+  any_subset 5.000 ± 0.000   5.0    0.0  5.0 0.0     – 6.000 ± 1.414      –
+  assd       4.000 ± 0.000   2.0    2.0  4.0 0.0 -20.0 4.500 ± 1.061  -25.0
+
+sampler          mean ± se difference   t: p Wilcoxon: p
+b, T=1, 12 prompts: ppl
+  any_subset 55.50 ± 1.041          –      –           –
+  assd       56.54 ± 1.052     +1.042 <0.001      <0.001
+b, T=1, 12 prompts: rouge
+  any_subset 0.500 ± 0.000          –      –           –
+  assd       0.500 ± 0.000     +0.000  1.000       1.000
+c, T=1, 5 prompts, gold length: ppl
+  any_subset 13.10 ± 1.939          –      –           –
+  assd       14.30 ± 2.982     +1.200  0.392       0.688
+
+mean ± standard error over prompts (seconds: over batches); p: paired tests
+against the baseline on the same prompts (Student's t, Wilcoxon's signed ranks)
+NFE: passes of the model, those that test drafts (oracle) and others (draft);
+rows: of all these passes (one per pass, but for samplers that test several
+orders at once); aux: passes of another drafter, such as n-grams
+~: not its baseline's distribution: biased, or lossy by a tolerance
+gold length: samplers are told how many tokens of the reference are hidden"""
 
 
 def sample(decoder: str, i: int, passes: Sequence[Pass], *, batch: int | None = None, **scores: float) -> Sample:
@@ -102,6 +132,36 @@ def test_biased_samplers_are_marked_and_lines_fit() -> None:
     assert "b, T=1, 5 prompts: ppl" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "-20.0" in text  # 4 passes instead of 5
+
+
+def test_the_tables_to_the_character() -> None:
+    """Two benchmarks: one with several scores and clear differences, one with too few prompts to tell."""
+    three_one = [Pass("prefill", 1), Pass("decode", 1), Pass("verify", 2, drafted=2, accepted=1), Pass("decode", 1)]
+    one_each = [Pass("prefill", 1), *[Pass("decode", 1)] * 4]
+    made = [
+        one
+        for i in range(12)
+        for one in (sample("any_subset", i, one_each, ppl=50.0 + i, rouge=0.5),
+                    sample("assd", i, three_one, ppl=51.0 + i + i * i / 1000, rouge=0.5))
+    ]  # fmt: skip
+    made += [
+        replace(one, benchmark="c", seconds=(2 if one.decoder == "any_subset" else 1.5) * one.seconds)
+        for one in samples()
+    ]
+    rows = [row(name) | {"benchmark": b, "n": n, "gold_length": b == "c"} for b, n in (("b", 12), ("c", 5))
+            for name in ("any_subset", "assd")]  # fmt: skip
+    assert show(compare(rows, made)) == SHOWN
+
+
+def test_p_values() -> None:
+    """A dash where a test is not defined, not the smallest value."""
+    assert [_p(value) for value in (0.5, 0.05, 0.001, 0.00099, float("nan"))] == [
+        "0.500",
+        "0.050",
+        "0.001",
+        "<0.001",
+        "–",
+    ]
 
 
 def test_the_report_reads_a_runs_folder(tmp_path: Path) -> None:

@@ -78,6 +78,19 @@ def test_answers_without_a_verdict_are_counted() -> None:
     assert "undecided" not in table(rows[:1], trusted=True) + legend(rows[:1])
 
 
+def test_whatever_uses_the_gold_length_says_so() -> None:
+    rows = [made("AR", decoder=PLAIN), made("ASSD", benchmark="filled", gold_length=True)]
+    shown = table(rows, trusted=True).splitlines()
+    assert "problems, T=0, 30 prompts, exact match" in shown
+    assert "filled, T=0, 30 prompts, exact match, gold length" in shown
+    assert "gold length: decoders are told how many tokens of the reference are hidden." in legend(rows).splitlines()
+    first = [part.split(" | ")[0] for part in markdown(rows, trusted=True).splitlines()]
+    assert first[-2:] == ["| problems", "| filled (gold length)"]
+    read = csv.DictReader(io.StringIO(as_csv(rows, trusted=True)))
+    assert [r["gold_length"] for r in read] == ["False", "True"]
+    assert "gold length" not in table(rows[:1], trusted=True) + legend(rows[:1]) + markdown(rows[:1], trusted=True)
+
+
 def test_a_row_that_is_done_shows_whether_its_speedup_is_trusted() -> None:
     assert line(made("ours"), trusted=False).endswith("x AR 1.74*")
     assert line(made("ours"), trusted=True).endswith("x AR 1.74")
