@@ -14,7 +14,7 @@ to know how many tokens a prefill emits or which passes were rounds.
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dspec.config.old_names import renamed
 from dspec.errors import UserError
@@ -28,6 +28,8 @@ UNTRUSTED = "*"  # suffix of a speedup over an AR loop that does not keep up wit
 COUNTS = ("n", "tokens", "prefill_tokens", "nfe", "nfe_prefill", "rounds", "positions_computed", "branch_forwards")
 
 ResultRow = dict[str, Any]
+T = TypeVar("T")
+ByAnswer = dict[tuple[str, str, float], dict[str, dict[str, T]]]  # (decoder, benchmark, temperature), prompt id, name
 
 
 def assemble(
@@ -152,20 +154,29 @@ def kept_ar_check(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[str, bool]]]:
+def load_verdicts(folder: Path) -> ByAnswer[bool]:
     """Verdicts by (decoder, benchmark, temperature) and prompt id, from samples.jsonl. Raises UserError if it is
     missing, malformed, or has two answers of one decoder to a prompt."""
-    path, found = folder / "samples.jsonl", dict[tuple[str, str, float], dict[str, dict[str, bool]]]()
+    return _load_answers(folder, "verdicts")
+
+
+def load_scores(folder: Path) -> ByAnswer[float]:
+    """Continuous scores alike; none in files from before there were any."""
+    return _load_answers(folder, "scores")
+
+
+def _load_answers(folder: Path, field: str) -> ByAnswer[Any]:
+    path, found = folder / "samples.jsonl", ByAnswer[Any]()
     if not path.is_file():
         raise UserError(f"{path} is missing: quality is compared prompt by prompt")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
         try:
-            sample = json.loads(line)
+            sample = {"scores": {}, **json.loads(line)}
             answered = found.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})
-            name, verdicts = sample["id"], sample["verdicts"]
+            name, judged = sample["id"], sample[field]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
         if name in answered:
             raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
-        answered[name] = verdicts
+        answered[name] = judged
     return found

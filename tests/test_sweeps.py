@@ -13,12 +13,13 @@ from eval.reports.curves import CurveReport
 from eval.reports.samplers import SamplerReport
 
 PAGES = {path.stem: path for path in sorted((ROOT / "recipes" / "sweeps").glob("*.yaml"))}
-DECODERS = ("samplers", "assd_drafts", "assd_tolerance", "assd_length")
+DECODERS = ("samplers", "assd_drafts", "assd_tolerance", "assd_length", "assd_left_to_right")
 CURVES = {"lopa_branches": "branches", "diffusion_frontier": "threshold", "diffusion_table": None}
 TRAINING = {
     "as_arm_order": {"method.order": "sorted,random"},
     "as_arm_rate": {"method.rate.low": "[0.15,0.90],[0.15,0.15]"},
     "as_arm_warmup": {"method.rate.steps": "60,0"},
+    "as_arm_initialisation": {"target": "tiny,tiny_fresh"},
 }
 
 
@@ -53,6 +54,11 @@ def test_what_the_sweeps_vary() -> None:
     assert {d.tolerance for d in list(drafts.values())[1:]} == {0}
     assert [b.length for b in page("assd_length").benchmark.values()] == [128, 256, 512, 640, 768, 896, 1024]
     assert [b["count"] for b in page("samplers").benchmark.values()] == [520, 520]
+    rows = page("assd_left_to_right").benchmark
+    assert {name: (b.length, b.length - round(b.hidden * b.length)) for name, b in rows.items()} == {
+        "prefix_128": (512, 128), "prefix_26": (512, 26),
+    }  # fmt: skip
+    assert all(b.left_to_right for b in rows.values())
 
 
 LOPA_TABLE_5 = {  # block size, tau_add, tau_act, tau_conf, branches
@@ -117,7 +123,7 @@ def test_what_the_curves_vary() -> None:
     assert len(frontier) == 2 + 5 * 6
     table = page("diffusion_table").decoder
     assert (table.lopa.branches, table.lopa_block_causal.window_attention) == (4, "block_causal")
-    assert table.base_diffusion.block_size == table.base_confidence_threshold.block_size == 16
+    assert table.base_diffusion.block_size == table.base_fast_dllm.block_size == 16
 
 
 def _without(node: DictConfig, *keys: str) -> dict[str, Any]:
@@ -126,17 +132,23 @@ def _without(node: DictConfig, *keys: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_sweeps_over_training_compose(name: str) -> None:
-    """Each job is recipe=as_arm with one key changed."""
+    """Each job is recipe=as_arm with one key changed, evaluated as the paper's figures are (95 % hidden, temperature 1)
+    and by verdicts."""
+    plain_args = ["recipe=as_arm", "decoder=[any_subset,assd]", "benchmark=[tiny_text_infilling,tiny_infilling]"]
+    plain_args += ["evaluation.temperatures=[1.0]", "report._target_=eval.reports.samplers.SamplerReport"]
     register()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         swept = compose("train", overrides=[f"recipe=sweeps/{name}"], return_hydra_config=True)
-        plain: Any = OmegaConf.to_container(compose("train", overrides=["recipe=as_arm"]), resolve=False)
+        plain: Any = OmegaConf.to_container(compose("train", overrides=plain_args), resolve=False)
     assert swept.hydra.mode.name == "MULTIRUN"
     assert swept.hydra.sweeper.params == TRAINING[name]
     job: Any = {key: value for key, value in OmegaConf.to_container(swept, resolve=False).items() if key != "hydra"}  # type: ignore[union-attr]
     assert job == plain
+    assert job["benchmark"]["stories_95"]["hidden"] == 0.95
     for key, values in TRAINING[name].items():
-        for value in yaml.safe_load(f"[{values}]"):
-            text = str(value).replace(" ", "")
-            assert OmegaConf.select(composed("train", [f"recipe=sweeps/{name}", f"{key}={text}"]), key) == value
+        texts = [str(value).replace(" ", "") for value in yaml.safe_load(f"[{values}]")]
+        pages = [f"recipe=sweeps/{name}", "recipe=as_arm"]
+        swept, alone = ([OmegaConf.select(composed("train", [p, f"{key}={t}"]), key) for t in texts] for p in pages)
+        assert swept == alone
+        assert swept[0] != swept[1]

@@ -1,10 +1,11 @@
-"""Compares methods across runs: quality, tau, tpf, speedup, and all pairwise differences with 95 % intervals.
+"""Compares methods across runs: quality, tau, tpf, speedup, scores, and all pairwise differences with 95 % intervals.
 
     python -m eval.compare runs/sweep/<time>/*/       (folders of finished runs)
 
-All are pooled over a run's benchmarks. Differences of tau, tpf and speedup are paired by seed (Student's t over seeds;
-one seed gives no interval), those of quality by prompt (the mean over common seeds, Student's t over prompts). Runs of
-the same method and seed are distinguished by the settings in which they differ, or by their folders.
+All but scores (continuous ones, such as generative perplexity) are pooled over a run's benchmarks. Differences of tau,
+tpf and speedup are paired by seed (Student's t over seeds; one seed gives no interval), those of quality and scores by
+prompt (the mean over common seeds, Student's t over prompts). Runs of the same method and seed are distinguished by the
+settings in which they differ, or by their folders.
 """
 
 import argparse
@@ -20,8 +21,20 @@ from dspec.config.compose import one_line_errors
 from dspec.config.leaves import flat
 from dspec.errors import UserError
 from eval.intervals import student
+from eval.reports.scores import NOTE, mean_cell
 from eval.reports.table import GOLD_LENGTH, over_ar
-from eval.results import AR, AR_OF_BASE, UNTRUSTED, baseline_label, load, load_verdicts, pool_rows
+from eval.results import (
+    AR,
+    AR_OF_BASE,
+    UNTRUSTED,
+    ByAnswer,
+    baseline_label,
+    load,
+    load_scores,
+    load_verdicts,
+    pool_rows,
+)
+from eval.rows import mean_and_error
 
 # settings that do not make a different method: parts of the config (rows name decoder and benchmark) and single keys
 _IGNORED_PARTS = ("logger", "callbacks", "resume", "report", "hydra", "label", "decoder", "benchmark", "judge")
@@ -35,14 +48,16 @@ _MOST_NAMED = 4  # at most this many settings in a name: runs that differ in mor
 METRICS = ("tau", "tpf", "speedup")
 
 PromptKey = tuple[str, str]  # benchmark, id
+ScoreKey = tuple[str, str]  # benchmark, name of the score
 
 
 @dataclass
 class Outcome:
-    """One method's results in one run: metrics over all benchmarks, and the headline verdict on each prompt."""
+    """One method's results in one run: metrics over all benchmarks, and each prompt's headline verdict and scores."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     right: dict[PromptKey, bool] = field(default_factory=dict)
+    scores: dict[ScoreKey, dict[str, float]] = field(default_factory=dict)  # by prompt id
     baselines: frozenset[str] = frozenset({AR})  # what its speedups are relative to
     trusted: bool = True  # whether that is AR, and kept up with transformers' generate; else speedups may be inflated
 
@@ -55,14 +70,14 @@ def outcomes(runs: Sequence[Run]) -> Outcomes:
     """Outcomes by method, temperature and seed. Raises UserError for a duplicate run."""
     found: Outcomes = defaultdict(dict)
     for (folder, result), names in zip(runs, _names(runs), strict=True):
-        verdicts = load_verdicts(folder)
+        verdicts, scores = load_verdicts(folder), load_scores(folder)
         rows = defaultdict(list)
         for row in result["rows"]:
             rows[names[row["method"]], row["decoder"]["temperature"]].append(row)
         trusted = bool(result["run"].get("ar_check", {}).get("trusted"))
         for key, same in rows.items():
             seed = result["run"]["seed"]
-            outcome = _outcome(same, verdicts, trusted=trusted)
+            outcome = _outcome(same, verdicts, scores, trusted=trusted)
             if seed not in found[key]:
                 found[key][seed] = outcome
             elif not _shared(same[0], result):
@@ -86,16 +101,20 @@ def _basis(row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[Any, ...]
     return row["target"], row["benchmark"], row["n"], str(source.get("sha256")), *settings
 
 
-def _outcome(rows: Sequence[Mapping[str, Any]], verdicts: Mapping[Any, Any], *, trusted: bool) -> Outcome:
-    pooled = pool_rows(rows)
-    right = {
-        (row["benchmark"], name): judged[row["quality_name"]]
-        for row in rows
-        if row["quality_name"]
-        for name, judged in verdicts[row["decoder"]["name"], row["benchmark"], row["decoder"]["temperature"]].items()
-    }
+def _outcome(
+    rows: Sequence[Mapping[str, Any]], verdicts: ByAnswer[bool], scores: ByAnswer[float], *, trusted: bool
+) -> Outcome:
+    pooled, right, scored = pool_rows(rows), dict[PromptKey, bool](), dict[ScoreKey, dict[str, float]]()
+    for row in rows:
+        benchmark, key = row["benchmark"], (row["decoder"]["name"], row["benchmark"], row["decoder"]["temperature"])
+        if row["quality_name"]:
+            right |= {(benchmark, id_): judged[row["quality_name"]] for id_, judged in verdicts[key].items()}
+        for id_, values in scores.get(key, {}).items():
+            for name, value in values.items():
+                scored.setdefault((benchmark, name), {})[id_] = value
     baselines = frozenset(row["baseline"] for row in rows)
-    return Outcome({name: pooled[name] for name in METRICS}, right, baselines, trusted and all(map(over_ar, baselines)))
+    trusted = trusted and all(map(over_ar, baselines))
+    return Outcome({name: pooled[name] for name in METRICS}, right, scored, baselines, trusted)
 
 
 def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
@@ -126,20 +145,28 @@ def _names(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 def _differing(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, tuple[str, ...]]:
     """Settings in which runs (config, decoder of the row) differ, seeds aside; of those that always differ together,
-    the one with the shortest name."""
+    the one with the shortest name. Settings that follow from the class of their part are not named beside it."""
     settings = []
     for config, decoder in runs:
         parts = flat({key: value for key, value in config.items() if key not in _IGNORED_PARTS} | {"decoder": decoder})
         settings.append({path: value for path, value in parts.items() if path not in _IGNORED_KEYS})
     paths = sorted({path for parts in settings for path in parts}, key=lambda path: (len(path), path))
+    values_of = {path: tuple(str(parts.get(path)) for parts in settings) for path in paths}
     found: dict[tuple[str, ...], str] = {}
-    for path in paths:
-        values = tuple(str(parts.get(path)) for parts in settings)
+    for path, values in values_of.items():
+        kinds = [values_of[kind] for kind in paths if kind.endswith("_target_") and _is_beside(path, kind)]
+        if any(len(set(kind)) == len(set(zip(kind, values, strict=True))) > 1 for kind in kinds):
+            continue
         if path.endswith("_target_"):
             values = tuple(value.rpartition(".")[2] for value in values)
         if len(set(values)) > 1 and path != "decoder.temperature" and path.rpartition(".")[2] != "seed":
             found.setdefault(values, path.removesuffix("._target_"))
     return {path: values for values, path in found.items()}
+
+
+def _is_beside(path: str, kind: str) -> bool:
+    """Whether a setting is of the part that has this `_target_`, or of a part of it."""
+    return path != kind and path.startswith(kind.removesuffix("_target_"))
 
 
 def compare(folders: Sequence[Path]) -> str:
@@ -156,7 +183,11 @@ def compare(folders: Sequence[Path]) -> str:
             lines += _difference(a, at_t[a], b, at_t[b])
     every = [outcome for by_seed in found.values() for outcome in by_seed.values()]
     speedup = _shown_name("speedup", every)
-    lines.append(f"differences: mean and 95 % interval, paired by seed (tau, tpf, {speedup}) or prompt (quality)")
+    scored = any(outcome.scores for outcome in every)
+    by_prompt = "quality, scores" if scored else "quality"
+    lines.append(f"differences: mean and 95 % interval, paired by seed (tau, tpf, {speedup}) or prompt ({by_prompt})")
+    if scored:
+        lines.append(f"scores: {NOTE}")
     if told := sorted({row["benchmark"] for _, run in runs for row in run["rows"] if row["gold_length"]}):
         lines.append(f"{GOLD_LENGTH}, {', '.join(told)}: decoders are told how many tokens of the reference are hidden")
     shown = [outcome for outcome in every if outcome.metrics["speedup"] is not None]
@@ -179,7 +210,7 @@ def _quality(outcome: Outcome) -> float | None:
 
 
 def _line(method: str, by_seed: Mapping[int, Outcome]) -> str:
-    """A method's means over its seeds, and tau by seed."""
+    """A method's means over its seeds, tau by seed, and the scores of each benchmark."""
     parts = []
     for name, form, value in (
         ("quality", ".1f", _quality),
@@ -191,7 +222,8 @@ def _line(method: str, by_seed: Mapping[int, Outcome]) -> str:
             parts.append(f"{_shown_name(name, by_seed.values())} {statistics.fmean(values):{form}}{mark}")
     taus = [f"{s}: {o.metrics['tau']:.2f}" for s, o in sorted(by_seed.items()) if o.metrics["tau"] is not None]
     by = f"\n      tau by seed {', '.join(taus)}" if len(taus) > 1 else ""
-    return f"  {method} (seed {', '.join(map(str, sorted(by_seed)))})\n      {', '.join(parts)}{by}"
+    head = f"  {method} (seed {', '.join(map(str, sorted(by_seed)))})"
+    return "\n".join([head, f"      {', '.join(parts)}{by}", *_scores(list(by_seed.values()))])
 
 
 def _label(outcomes: Iterable[Outcome]) -> str:
@@ -215,6 +247,8 @@ def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int,
         lines.append(
             f"      {_shown_name('quality', ())} {_shown([100 * gap for gap in gaps], '+.1f')}, {len(prompts)} prompts"
         )
+    for (benchmark, name), gaps in _score_gaps([left[s] for s in seeds], [right[s] for s in seeds]).items():
+        lines.append(f"      {benchmark}: {name} {_shown(gaps, '+.3f')}, {len(gaps)} prompts")
     for name in METRICS:
         pairs = [(left[s].metrics[name], right[s].metrics[name]) for s in seeds]
         gaps = [x - y for x, y in pairs if x is not None and y is not None]
@@ -223,6 +257,36 @@ def _difference(a: str, left: Mapping[int, Outcome], b: str, right: Mapping[int,
             mark = _mark(both) if name == "speedup" else ""
             lines.append(f"      {_shown_name(name, both)} {_shown(gaps, '+.2f')}{mark}")
     return lines
+
+
+def _score_keys(outcomes: Iterable[Outcome]) -> list[ScoreKey]:
+    return list(dict.fromkeys(key for outcome in outcomes for key in outcome.scores))
+
+
+def _over_seeds(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean over seeds of what each prompt has in all of them."""
+    ids = [id_ for id_ in values[0] if all(id_ in one for one in values)]
+    return {id_: statistics.fmean(one[id_] for one in values) for id_ in ids}
+
+
+def _scores(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each benchmark: the scores' means over seeds and prompts."""
+    cells: dict[str, list[str]] = {}
+    for benchmark, name in _score_keys(outcomes):
+        values = _over_seeds([outcome.scores.get((benchmark, name), {}) for outcome in outcomes])
+        if values:
+            cells.setdefault(benchmark, []).append(f"{name} {mean_cell(mean_and_error(list(values.values())))}")
+    return [f"      {benchmark}: {', '.join(shown)}" for benchmark, shown in cells.items()]
+
+
+def _score_gaps(left: Sequence[Outcome], right: Sequence[Outcome]) -> dict[ScoreKey, list[float]]:
+    """The differences of each score, by prompt; a side has an outcome per common seed."""
+    gaps = {}
+    for key in _score_keys(left):
+        a, b = (_over_seeds([outcome.scores.get(key, {}) for outcome in side]) for side in (left, right))
+        if both := [a[id_] - b[id_] for id_ in a if id_ in b]:
+            gaps[key] = both
+    return gaps
 
 
 def _shown(differences: Sequence[float], form: str) -> str:

@@ -31,7 +31,8 @@ LEGEND = f"""\
 mean ± standard error over prompts (seconds: over batches); p: paired tests
 against the baseline on the same prompts (Student's t, Wilcoxon's signed ranks)
 NFE: passes of the model, those that test drafts (oracle) and others (draft);
-aux: passes of another drafter, such as n-grams
+rows: of all these passes (one per pass, but for samplers that test several
+orders at once); aux: passes of another drafter, such as n-grams
 {BIASED}: not its baseline's distribution: biased, or lossy by a tolerance
 {GOLD_LENGTH}: samplers are told how many tokens of the reference are hidden"""
 
@@ -40,12 +41,14 @@ Values = dict[str, dict[str, float]]  # by measure and prompt id
 
 
 def passes(generation: Generation) -> dict[str, int]:
-    """Passes of the model, those of them that tested no draft or some, and those of another drafter."""
+    """Passes of the model, those of them that tested no draft or some, the rows computed in them, and the passes of
+    another drafter."""
     oracle = sum(p.kind != "draft" and p.drafted > 0 for p in generation.passes)
     return {
         "nfe": generation.nfe,
         "nfe_draft": generation.nfe - oracle,
         "nfe_oracle": oracle,
+        "nfe_rows": generation.prefill_forwards + generation.branch_forwards,
         "nfe_aux": generation.draft_forwards,
     }
 
@@ -110,12 +113,12 @@ def paired_tests(values: Mapping[str, float], baseline: Mapping[str, float]) -> 
 
 def show(entries: Sequence[Entry]) -> str:
     """Passes and seconds, then each score, under a line for each benchmark and temperature."""
-    headers = ("sampler", "NFE", "draft", "oracle", "aux", "NFE %", "seconds", "time %")
+    headers = ("sampler", "NFE", "draft", "oracle", "rows", "aux", "NFE %", "seconds", "time %")
     cells = [
         [
             _method(e),
             _mean(e, "nfe"),
-            *(f"{e['measures'][name]['mean']:.1f}" for name in ("nfe_draft", "nfe_oracle", "nfe_aux")),
+            *(f"{e['measures'][name]['mean']:.1f}" for name in _BESIDE),
             _change(e, "nfe"),
             _mean(e, "seconds"),
             _change(e, "seconds"),
@@ -136,7 +139,8 @@ def show(entries: Sequence[Entry]) -> str:
     return "\n\n".join([*tables, LEGEND])
 
 
-_COUNTED = ("nfe", "nfe_draft", "nfe_oracle", "nfe_aux", "seconds")
+_BESIDE = ("nfe_draft", "nfe_oracle", "nfe_rows", "nfe_aux")  # shown without an error
+_COUNTED = ("nfe", *_BESIDE, "seconds")
 
 
 def _title(entry: Entry) -> str:

@@ -28,7 +28,8 @@ from dspec.config.compose import one_line_errors
 from dspec.errors import UserError
 from dspec.models.language_model import check_bfloat16
 from dspec.provenance import provenance
-from eval.speed.forms import plain_forms
+from dspec.terminal import quiet
+from eval.speed.forms import caching, plain_forms
 from eval.speed.forms.plain_forms import Pair
 
 Build = Callable[[torch.dtype], Pair]
@@ -47,43 +48,47 @@ def cases(*, small: bool) -> Mapping[str, tuple[Build, tuple[str, ...], bool]]:
     dspark = partial(plain_forms.step, anchors=sizes(512, 6), length=sizes(2048, 32))
     single = ("float32",)
     ar = partial(plain_forms.ar_pass, layers=layers)
-    return {
-        "step V=32k": (partial(dspark, vocab=sizes(32_000, 50)), BOTH, True),
-        "step V=152k": (partial(dspark, vocab=sizes(151_936, 50)), single, True),
-        "loss V=32k": (partial(plain_forms.loss, vocab=sizes(32_000, 50), rows=sizes(1792, 9)), BOTH, True),
-        "loss V=152k": (partial(plain_forms.loss, vocab=sizes(151_936, 50), rows=sizes(512, 9)), BOTH, True),
-        "training attention, 512 anchors": (
-            partial(plain_forms.training_attention, anchors=medium, length=long),
-            BOTH,
-            True,
-        ),
-        "1 query after 512": (partial(plain_forms.few_queries, queries=1, rows=1, context=medium), BOTH, False),
-        "1 query after 2048": (partial(plain_forms.few_queries, queries=1, rows=1, context=long), BOTH, False),
-        "1 query after 512, 16 rows": (
-            partial(plain_forms.few_queries, queries=1, rows=16, context=medium),
-            BOTH,
-            False,
-        ),
-        "8 queries after 512": (partial(plain_forms.few_queries, queries=8, rows=1, context=medium), BOTH, False),
-        "8 queries after 2048": (partial(plain_forms.few_queries, queries=8, rows=1, context=long), BOTH, False),
-        "AR pass after 512": (partial(ar, rows=1, context=medium), BOTH, False),
-        "AR pass after 2048": (partial(ar, rows=1, context=long), BOTH, False),
-        "AR pass after 512, 16 rows": (partial(ar, rows=sizes(16, 2), context=medium), BOTH, False),
-        "prefill of 2048": (partial(plain_forms.prefill, rows=1, length=long, layers=sizes(8, 1)), BOTH, True),
-        "prefill of 512, 8 rows": (
-            partial(plain_forms.prefill, rows=sizes(8, 2), length=medium, layers=sizes(8, 1)),
-            BOTH,
-            True,
-        ),
-    } | {
-        f"LM head, {rows} rows, V={vocab}": (
-            partial(plain_forms.head_rows, rows=rows, vocab=sizes(vocab, 50)),
-            single,
-            False,
-        )
-        for rows in (3, 7)
-        for vocab in (32_000, 49_152, 151_936)
-    }
+    return (
+        {
+            "step V=32k": (partial(dspark, vocab=sizes(32_000, 50)), BOTH, True),
+            "step V=152k": (partial(dspark, vocab=sizes(151_936, 50)), single, True),
+            "loss V=32k": (partial(plain_forms.loss, vocab=sizes(32_000, 50), rows=sizes(1792, 9)), BOTH, True),
+            "loss V=152k": (partial(plain_forms.loss, vocab=sizes(151_936, 50), rows=sizes(512, 9)), BOTH, True),
+            "training attention, 512 anchors": (
+                partial(plain_forms.training_attention, anchors=medium, length=long),
+                BOTH,
+                True,
+            ),
+            "1 query after 512": (partial(plain_forms.few_queries, queries=1, rows=1, context=medium), BOTH, False),
+            "1 query after 2048": (partial(plain_forms.few_queries, queries=1, rows=1, context=long), BOTH, False),
+            "1 query after 512, 16 rows": (
+                partial(plain_forms.few_queries, queries=1, rows=16, context=medium),
+                BOTH,
+                False,
+            ),
+            "8 queries after 512": (partial(plain_forms.few_queries, queries=8, rows=1, context=medium), BOTH, False),
+            "8 queries after 2048": (partial(plain_forms.few_queries, queries=8, rows=1, context=long), BOTH, False),
+            "AR pass after 512": (partial(ar, rows=1, context=medium), BOTH, False),
+            "AR pass after 2048": (partial(ar, rows=1, context=long), BOTH, False),
+            "AR pass after 512, 16 rows": (partial(ar, rows=sizes(16, 2), context=medium), BOTH, False),
+            "prefill of 2048": (partial(plain_forms.prefill, rows=1, length=long, layers=sizes(8, 1)), BOTH, True),
+            "prefill of 512, 8 rows": (
+                partial(plain_forms.prefill, rows=sizes(8, 2), length=medium, layers=sizes(8, 1)),
+                BOTH,
+                True,
+            ),
+        }
+        | {
+            f"LM head, {rows} rows, V={vocab}": (
+                partial(plain_forms.head_rows, rows=rows, vocab=sizes(vocab, 50)),
+                single,
+                False,
+            )
+            for rows in (3, 7)
+            for vocab in (32_000, 49_152, 151_936)
+        }
+        | {name: (build, single, False) for name, build in caching.pairs(small=small).items()}
+    )
 
 
 def time_forms(pair: Pair, *, repeats: int) -> dict[str, float]:
@@ -185,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="tiny sizes: a smoke test, no timing")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # one form's memory, in a separate process
     args = parser.parse_args(argv)
+    quiet()
     with one_line_errors():
         torch.set_num_threads(args.threads)
         if args.peak is None:

@@ -246,6 +246,58 @@ def named(folder: Path, *configs: dict[str, Any], method: str = "a") -> list[str
     return [line.removeprefix(f"  {method} ").removesuffix(" (seed 0)") for line in lines]
 
 
+def scored(folder: Path, method: str, seed: int, ppl: Sequence[float], **config: Any) -> Path:
+    """A run whose texts have a generative perplexity, and no verdicts; plain AR has neither."""
+    made(folder, method, seed, [(2.0, 10)], config=config)
+    results = json.loads((folder / "results.json").read_text())
+    for row in results["rows"]:
+        row["quality"] = row["quality_name"] = None
+    (folder / "results.json").write_text(json.dumps(results))
+    answer = {"decoder": "speculative", "benchmark": "b0", "temperature": 0.0, "verdicts": {}}
+    samples = [answer | {"id": str(i), "scores": {"gen_ppl": p, "nll": p / 10}} for i, p in enumerate(ppl)]
+    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, [{"settings": {}}, *samples])) + "\n")
+    return folder
+
+
+def test_scores_are_compared_by_prompt(tmp_path: Path) -> None:
+    runs = [("a", 0, [10.0, 20.0, 30.0]), ("a", 1, [12.0, 22.0, 32.0]), ("b", 0, [9.0, 17.0, 28.0]),
+            ("b", 1, [9.0, 19.0, 32.0])]  # fmt: skip
+    lines = compare([scored(tmp_path / f"{m}{seed}", m, seed, ppl) for m, seed, ppl in runs]).splitlines()
+    # over seeds a has 11, 21, 31: standard error 10 / sqrt(3); b has 9, 18, 30
+    assert "      b0: gen_ppl 21.00 ± 5.774, nll 2.100 ± 0.577" in lines
+    assert "      b0: gen_ppl 19.00 ± 6.083, nll 1.900 ± 0.608" in lines
+    at = lines.index("  a − b (seed 0, 1)")
+    # differences 2, 3, 1: 2 +- 4.303 / sqrt(3)
+    assert lines[at + 1 : at + 3] == [
+        "      b0: gen_ppl +2.000 (-0.484 to +4.484), 3 prompts",
+        "      b0: nll +0.200 (-0.048 to +0.448), 3 prompts",
+    ]
+    assert "prompt (quality, scores)" in lines[-2]
+    assert lines[-1] == "scores: mean ± standard error over prompts"
+
+
+def test_scores_of_prompts_that_only_one_side_has_are_left_out(tmp_path: Path) -> None:
+    runs = [scored(tmp_path / "a", "a", 0, [10.0, 20.0, 30.0]), scored(tmp_path / "b", "b", 0, [9.0, 18.0])]
+    text = compare(runs)
+    assert "b0: gen_ppl +1.500 (-4.853 to +7.853), 2 prompts" in text
+    assert "gen_ppl 20.00 ± 5.774" in text
+    assert "scores" not in compare([made(tmp_path / "c", "c", 0, [(2.0, 10)])])
+
+
+def test_settings_that_follow_from_a_class_are_not_named_beside_it(tmp_path: Path) -> None:
+    fresh = {"_target_": "x.fresh", "width": 8, "depth": 2, "heads": 3, "vocab": 9, "head": {"_target_": "x.head"}}
+    assert named(tmp_path / "a", {"target": {"_target_": "x.shipped"}}, {"target": fresh}) == [
+        "target=shipped",
+        "target=fresh",
+    ]
+    wide = [{"target": fresh | {"width": width}} for width in (8, 16)]
+    assert named(tmp_path / "b", {"target": {"_target_": "x.shipped"}}, *wide) == [
+        "target.width=None target=shipped",
+        "target.width=8 target=fresh",
+        "target.width=16 target=fresh",
+    ]
+
+
 def test_settings_that_always_differ_together_go_by_the_shortest_name(tmp_path: Path) -> None:
     """Whatever the alphabet says of the names."""
     assert named(

@@ -25,13 +25,13 @@ PPL = {"any_subset": [10.0, 14.0, 12.5, 20.0, 9.0], "assd": [11.0, 13.0, 12.0, 2
 
 
 SHOWN = """\
-sampler                NFE draft oracle aux NFE %       seconds time %
+sampler                NFE draft oracle rows aux NFE %       seconds time %
 b, T=1, 12 prompts
-  any_subset 5.000 ± 0.000   5.0    0.0 0.0     – 6.500 ± 1.041      –
-  assd       4.000 ± 0.000   3.0    1.0 0.0 -20.0 6.500 ± 1.041   +0.0
+  any_subset 5.000 ± 0.000   5.0    0.0  5.0 0.0     – 6.500 ± 1.041      –
+  assd       4.000 ± 0.000   3.0    1.0  4.0 0.0 -20.0 6.500 ± 1.041   +0.0
 c, T=1, 5 prompts, gold length
-  any_subset 5.000 ± 0.000   5.0    0.0 0.0     – 6.000 ± 1.414      –
-  assd       4.000 ± 0.000   2.0    2.0 0.0 -20.0 4.500 ± 1.061  -25.0
+  any_subset 5.000 ± 0.000   5.0    0.0  5.0 0.0     – 6.000 ± 1.414      –
+  assd       4.000 ± 0.000   2.0    2.0  4.0 0.0 -20.0 4.500 ± 1.061  -25.0
 
 sampler          mean ± se difference   t: p Wilcoxon: p
 b, T=1, 12 prompts: ppl
@@ -47,7 +47,8 @@ c, T=1, 5 prompts, gold length: ppl
 mean ± standard error over prompts (seconds: over batches); p: paired tests
 against the baseline on the same prompts (Student's t, Wilcoxon's signed ranks)
 NFE: passes of the model, those that test drafts (oracle) and others (draft);
-aux: passes of another drafter, such as n-grams
+rows: of all these passes (one per pass, but for samplers that test several
+orders at once); aux: passes of another drafter, such as n-grams
 ~: not its baseline's distribution: biased, or lossy by a tolerance
 gold length: samplers are told how many tokens of the reference are hidden"""
 
@@ -74,8 +75,14 @@ def samples() -> list[Sample]:
 
 
 def test_passes_by_their_kind() -> None:
-    assert passes(Generation(passes=SELF)) == {"nfe": 4, "nfe_draft": 2, "nfe_oracle": 2, "nfe_aux": 0}
-    assert passes(Generation(passes=NGRAM)) == {"nfe": 2, "nfe_draft": 0, "nfe_oracle": 2, "nfe_aux": 2}
+    assert passes(Generation(passes=SELF)) == {
+        "nfe": 4, "nfe_draft": 2, "nfe_oracle": 2, "nfe_rows": 4, "nfe_aux": 0,
+    }  # fmt: skip
+    assert passes(Generation(passes=NGRAM)) == {
+        "nfe": 2, "nfe_draft": 0, "nfe_oracle": 2, "nfe_rows": 2, "nfe_aux": 2,
+    }  # fmt: skip
+    orders = [Pass("prefill"), Pass("verify", 3, branches=5, drafted=4), Pass("decode"), Pass("verify", 1, branches=5)]
+    assert passes(Generation(passes=orders))["nfe_rows"] == 12  # sigma-GPT's five orders are five rows of a pass
 
 
 def test_prompts_of_a_batch_share_its_seconds() -> None:

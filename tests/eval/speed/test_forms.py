@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.models.language_model import ModelOutput
+from dspec.models.language_model import LanguageModel, ModelOutput
 from eval.speed.forms import __main__ as benchmarks_speed
 from eval.speed.forms.__main__ import added_memory, cases, main
 
@@ -30,6 +30,32 @@ def test_both_forms_compute_the_same(name: str) -> None:
     assert len(plain) == len(ours) > 0
     for a, b in zip(plain, ours, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["any-subset, 95 % of 64", "ASSD, 128 of 1024"])
+def test_without_a_cache_every_pass_computes_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it writes the same tokens, in as many passes."""
+    pair, seen = SMALL[name][0](torch.float32), list[tuple[int, bool]]()
+    any_subset = LanguageModel.any_subset
+
+    def watched(self: LanguageModel, ids_BL: Tensor, **rest: Any) -> Tensor:
+        seen.append((ids_BL.shape[1], rest["cache"] is not None))
+        return any_subset(self, ids_BL, **rest)
+
+    monkeypatch.setattr(LanguageModel, "any_subset", watched)
+    answers, passes = [], []
+    for form in (pair.plain, pair.ours):
+        seen.clear()
+        answers.append(_tensors(form())[0].tolist())
+        passes.append(list(seen))
+    plain, ours = passes
+    assert answers[0] == answers[1]
+    assert len(plain) == len(ours) > 1
+    assert not any(cached for _, cached in plain)
+    assert all(cached for _, cached in ours)
+    assert plain[0][0] == ours[0][0]  # the first pass has nothing to read
+    assert plain[-1][0] > ours[-1][0]
+    assert sum(width for width, _ in plain) > sum(width for width, _ in ours)
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
