@@ -16,11 +16,11 @@ from rich.progress import track
 from data.chat import PromptPolicy
 from dspec.config.compose import composed, instantiate, instantiate_decoders
 from dspec.decoding.generation import Generation, make_requests
-from dspec.decoding.likelihood import Continuation, log_likelihoods, longest
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
+from dspec.likelihood import Continuation, log_likelihoods, longest
 from dspec.seeding import prompt_seed
 from eval.checkpoints import checkpoint_of, fill_in
 from eval.load import load_model

@@ -19,12 +19,12 @@ from dspec.atomic import atomic_file, write_json
 from dspec.config.compose import instantiate_decoders
 from dspec.config.run_folder import remember_command
 from dspec.config.types import check_types
-from dspec.decoding.any_subset import AnySubset
+from dspec.decoding.any_subset.decoder import AnySubset
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass
-from dspec.decoding.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
+from dspec.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.provenance import fingerprint, provenance
 from dspec.terminal import quiet

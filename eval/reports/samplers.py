@@ -44,7 +44,7 @@ def passes(generation: Generation) -> dict[str, int]:
         "nfe": generation.nfe,
         "nfe_draft": generation.nfe - oracle,
         "nfe_oracle": oracle,
-        "nfe_aux": generation.draft_forwards,
+        "nfe_aux": generation.draft_forwards + generation.auxiliary_forwards,
     }
 
 

@@ -114,7 +114,7 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
         (["recipe=dspark", "real=dflash_gsm8k"], ["use scale=pretrained"]),
         (["recipe=dspark", "page_scale=dflash_pretrained"], ["use recipe=<name>"]),
         (["recipe=ar_base", "scale=pretrained"], ["recipes/ar_base.yaml has no numbers for pretrained targets"]),
-        (["recipe=as_arm", "method.lookahead=1.5"], ["method.lookahead=1.5 must be an integer"]),
+        (["recipe=as_arm", "method.draft_depth=1.5"], ["method.draft_depth=1.5 must be an integer"]),
         (["recipe=as_arm", "decoder=[assd]"], ["assd is measured against any_subset", "decoder=[any_subset,assd]"]),
         (["recipe=as_arm", "decoder.assd.bonus=3"], ["decoder.assd.bonus=3 must be true or false"]),
         (["recipe=dspark", "data.sort_window=x"], ["data.sort_window=x must be an integer or null"]),
@@ -242,6 +242,7 @@ OLD = [
     (["recipe=jacobi_forcing", "decoder.jacobi.build.plan.blocks=3"], ["decoder.jacobi.blocks"]),
     (["recipe=dspark", "decoder.speculative.build.sequential_head=false"], ["decoder.speculative.sequential_head"]),
     (["recipe=dspark", "decoder.speculative.method=mine"], ["decoder.speculative.label"]),
+    (["recipe=as_arm", "decoder.assd_ngram.draft=ngram"], ["decoder.assd_ngram.drafted_by", "bigrams (was ngram)"]),
     (["recipe=dspark", "benchmark.problems_unseen.count=5"], ["benchmark=[tiny,tiny_unseen]"]),
 ]  # fmt: skip
 
