@@ -48,7 +48,8 @@ HEADS = (None, "vanilla", "gated", "rnn")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
-ALLOWED_SKIPS = ("no CUDA", "no Landlock", "no browser", "no ../shared")
+ALLOWED_SKIPS = ("no CUDA", "no Landlock", "no browser", "no DSPEC_DATA", "no /proc")
+REAL_DATA = Path(os.environ.get("DSPEC_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -467,6 +468,15 @@ def build_decoder(kind: str, *, target: Any, draft: Draft | None = None, **setti
     """What a config's `decoder.<kind>` with these keys builds."""
     spec = getattr(decoders, kind)(label=kind, weights="trained", base=lambda: target, **settings)
     return spec.build(target=target, draft=draft)
+
+
+@pytest.fixture
+def real_data(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$DSPEC_DATA with the benchmarks' files: the variable's, or, where it is unset, a folder beside the clone."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("no DSPEC_DATA: set it to a folder with the benchmarks' files")
+    monkeypatch.setenv("DSPEC_DATA", str(REAL_DATA))
+    return REAL_DATA
 
 
 @pytest.fixture(scope="session")
