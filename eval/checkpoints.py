@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dspec.config.old_names import renamed
 from dspec.errors import UserError
@@ -72,6 +72,21 @@ def check_model(cfg: DictConfig) -> None:
         )
     if not stored and not named:
         raise UserError(f"{checkpoint} does not name its target: add target=<name>")
+
+
+def fill_in(cfg: DictConfig) -> None:
+    """Fills in what `cfg` leaves to the checkpoint's run, for its decoders to refer to: `label`, `target` (if the run
+    trained the target's weights: its base) and `data.block_size`. Raises UserError as `check_model` does."""
+    check_model(cfg)
+    checkpoint = checkpoint_of(cfg)
+    folder, stored = draft_folder(checkpoint) if checkpoint is not None else None, run_config(checkpoint)
+    data = stored.get("data") or {}
+    with open_dict(cfg):
+        cfg.label = cfg.get("label") or stored.get("label") or (folder.name if folder is not None else "draft")
+        if "_target_" not in (cfg.get("target") or {}):  # possibly only +target.dtype=...
+            cfg.target = OmegaConf.merge(stored["target"], cfg.get("target") or {})
+        if "block_size" in data:
+            cfg.data = {"block_size": data["block_size"]}
 
 
 def check_arguments(cfg: DictConfig) -> None:

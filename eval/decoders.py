@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.sigma_gpt import SigmaGPT
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.diffusion.block_state import BlockRules
 from dspec.decoding.diffusion.branch_parallel import join_processes
@@ -25,7 +26,6 @@ from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
 from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
-from dspec.decoding.sigma_gpt import SigmaGPT
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
@@ -143,14 +143,16 @@ def jacobi(
 
 def any_subset(*, label: str, weights: str, base: Base) -> DecoderSpec:
     """An any-subset model's tokens at chosen positions, one per pass; the drafter is not used."""
-    return _any_subset(label, weights, base, AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0))
+    return _any_subset(
+        label, weights, base, AnySubsetConfig(num_drafts=1, drafted_by="model", bonus=False, tolerance=0.0)
+    )
 
 
 def assd(
-    *, label: str, weights: str, base: Base, num_drafts: int, draft: str, bonus: bool, tolerance: float
+    *, label: str, weights: str, base: Base, num_drafts: int, drafted_by: str, bonus: bool, tolerance: float
 ) -> DecoderSpec:
     """Any-Subset Speculative Decoding: the same tokens, several per pass; the drafter is not used."""
-    config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
+    config = AnySubsetConfig(num_drafts=num_drafts, drafted_by=drafted_by, bonus=bonus, tolerance=tolerance)
     return _any_subset(label, weights, base, config)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import PromptPolicy, prompt_ids
 from dspec.config.compose import one_line_errors
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
@@ -70,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--task", help="a user turn that the text answers")
     parser.add_argument("--num-drafts", type=int, default=5, help="tokens drafted at a time (default: 5)")
-    parser.add_argument("--draft", choices=("self", "ngram"), default="self", help="who drafts (default: self)")
+    parser.add_argument("--drafted-by", choices=("model", "bigrams"), default="model", help="(default: model)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
         quiet()
         model = _model(args.model)
         prompt = parse(model.tokenizer, args.text, task=args.task)
-        config = AnySubsetConfig(num_drafts=args.num_drafts, draft=args.draft, bonus=True, tolerance=0.0)
+        config = AnySubsetConfig(num_drafts=args.num_drafts, drafted_by=args.drafted_by, bonus=True, tolerance=0.0)
         sampling = Sampling(temperature=args.temperature, top_p=1.0)
         request = prompt.request(sampling=sampling, seed=args.seed, stop_ids=(), stop=None)
         [generation] = decode(AnySubset(target=model, config=config), [request])

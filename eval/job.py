@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from data.chat import PromptPolicy
 from dspec.atomic import write_json
 from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
 from dspec.config.run_folder import remember_command
@@ -17,6 +18,7 @@ from dspec.config.types import check_types
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark
+from eval.checkpoints import checkpoint_of, fill_in
 from eval.decoders import DecoderSpec, build_ar, only_diffusion
 from eval.evaluate import Evaluation
 from eval.load import LoadedModel, load_model
@@ -27,9 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation ran and measured; `results` is the content of results.json."""
+    """What an evaluation ran and measured; `results` is the content of results.json.
+    `policy` is the checkpoint's, else the config's."""
 
     loaded: LoadedModel
+    policy: PromptPolicy
     specs: dict[str, DecoderSpec]
     benchmarks: Mapping[str, Benchmark]
     evaluation: Evaluation
@@ -49,8 +53,10 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
         without="set checkpoint=<run folder>",
     )
     evaluation = instantiate(cfg.evaluation)
-    loaded = load_model(cfg)
+    fill_in(cfg)
+    loaded = load_model(target=cfg.target, checkpoint=checkpoint_of(cfg), layout=cfg.layout)
     target = loaded.target
+    policy: PromptPolicy = loaded.policy or instantiate(cfg.policy)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     specs = instantiate_decoders(cfg)
     left_to_right = any(not item.infills for b in benchmarks.values() for item in b.items()[:1])
@@ -63,16 +69,16 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
         draft=loaded.draft,
         specs=specs,
         benchmarks=benchmarks,
-        policy=loaded.policy,
+        policy=policy,
         stop_ids=target.stop_ids,
         folder=run_dir,
-        run=provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(target.tokenizer)),
+        run=provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=policy.to_dict(target.tokenizer)),
         calibration=None,
         settings={key: value for key, value in plain.items() if key not in ("resume", "limit", "logger")},
         on_start=lambda: remember_command(cfg),
     )
     write_json(run_dir / "config.json", plain)
-    return EvaluationResult(loaded, specs, benchmarks, evaluation, results)
+    return EvaluationResult(loaded, policy, specs, benchmarks, evaluation, results)
 
 
 def _plain_ar() -> DecoderSpec:

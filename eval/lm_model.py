@@ -13,14 +13,16 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.progress import track
 
-from dspec.config.compose import composed, instantiate_decoders
+from data.chat import PromptPolicy
+from dspec.config.compose import composed, instantiate, instantiate_decoders
 from dspec.decoding.generation import Generation, make_requests
-from dspec.decoding.likelihood import Continuation, log_likelihoods, longest
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
+from dspec.likelihood import Continuation, log_likelihoods, longest
 from dspec.seeding import prompt_seed
+from eval.checkpoints import checkpoint_of, fill_in
 from eval.load import load_model
 from eval.prompts import plain_ids, raw_ids
 from eval.rows import acceptance, counts
@@ -46,12 +48,14 @@ class DspecLM(TemplateLM):
             raise UserError(f"batch_size={batch_size} must be a number of prompts, at least 1")
         decoder = args.pop("decoder", "autoregressive")
         cfg = composed("eval", [f"{key}={value}" for key, value in {"decoder": decoder, **args}.items()])
-        self.loaded = load_model(cfg)
+        fill_in(cfg)
+        loaded = load_model(target=cfg.target, checkpoint=checkpoint_of(cfg), layout=cfg.layout)
+        self.policy: PromptPolicy = loaded.policy or instantiate(cfg.policy)
         self._spec = next(iter(instantiate_decoders(cfg).values()))
-        self.target, self.tokenizer, self.seed = self.loaded.target, self.loaded.target.tokenizer, int(cfg.seed)
+        self.target, self.tokenizer, self.seed = loaded.target, loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
-        self._decoder = self._spec.build(target=self.target, draft=self.loaded.draft)
+        self._decoder = self._spec.build(target=self.target, draft=loaded.draft)
 
     @property
     def eot_token_id(self) -> int:
@@ -78,7 +82,7 @@ class DspecLM(TemplateLM):
         return (raw_ids if special else plain_ids)(self.tokenizer, string)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        policy = self.loaded.policy
+        policy = self.policy
         if policy.system is not None and chat_history[0]["role"] != "system":
             chat_history = [{"role": "system", "content": policy.system}, *chat_history]
         return str(

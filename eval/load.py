@@ -1,10 +1,9 @@
-"""Loads what is evaluated: a target, its drafter and the prompt policy, from `target` and `checkpoint`."""
+"""Loads what is evaluated: a target, its drafter and the prompt policy of a checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from data.chat import PromptPolicy
 from dspec.config.compose import instantiate
@@ -12,47 +11,28 @@ from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft
 from dspec.models.language_model import load_language_model, require_causal
-from eval.checkpoints import check_model, checkpoint_of, draft_folder, has_target, run_config
+from eval.checkpoints import draft_folder, has_target, run_config
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The models under evaluation; `label` is the name of the drafter or training method in the table."""
+    """The models under evaluation; `policy` is how the checkpoint's training rendered prompts (None: nobody said)."""
 
     target: AnySubsetModel
     draft: Draft | None
-    label: str
-    policy: PromptPolicy
+    policy: PromptPolicy | None
 
 
-def load_model(cfg: DictConfig) -> LoadedModel:
-    """The model given by `target`, `checkpoint`, `layout`, `label` and `policy` of conf/eval.yaml; raises UserError.
-
-    Keys that decoders refer to are filled into `cfg` from the checkpoint's run if the command line does not set them:
-    `label`, `target` (if the run trained the target's weights: its base) and `data.block_size`.
-    """
-    check_model(cfg)
-    checkpoint = checkpoint_of(cfg)
+def load_model(*, target: DictConfig, checkpoint: Path | None, layout: str | None = None) -> LoadedModel:
+    """The target that `checkpoint` trained, else `target` (a section with `_target_`) with the checkpoint's drafter, if
+    it has one. `layout` is that of a drafter that does not say it. Raises UserError."""
     folder = draft_folder(checkpoint) if checkpoint is not None else None
-    stored = run_config(checkpoint)
-    _fill_in(cfg, stored, folder)
-    target = _target(cfg.target, checkpoint)
-    draft = from_pretrained(folder, target=require_causal(target), layout=cfg.layout) if folder is not None else None
-    trained = (stored.get("data") or {}).get("policy") or (draft.metadata.prompt_policy if draft is not None else {})
-    policy = (
-        PromptPolicy(system=trained["system"], thinking=trained["thinking"]) if trained else instantiate(cfg.policy)
-    )
-    return LoadedModel(target, draft, cfg.label, policy)
-
-
-def _fill_in(cfg: DictConfig, stored: dict[str, Any], folder: Path | None) -> None:
-    data = stored.get("data") or {}
-    with open_dict(cfg):
-        cfg.label = cfg.label or stored.get("label") or (folder.name if folder is not None else "draft")
-        if "_target_" not in (cfg.get("target") or {}):  # possibly only +target.dtype=...
-            cfg.target = OmegaConf.merge(stored["target"], cfg.get("target") or {})
-        if "block_size" in data:
-            cfg.data = {"block_size": data["block_size"]}
+    model = _target(target, checkpoint)
+    draft = from_pretrained(folder, target=require_causal(model), layout=layout) if folder is not None else None
+    stored = (run_config(checkpoint).get("data") or {}).get("policy")
+    trained = stored or (draft.metadata.prompt_policy if draft is not None else {})
+    policy = PromptPolicy(system=trained["system"], thinking=trained["thinking"]) if trained else None
+    return LoadedModel(model, draft, policy)
 
 
 def _target(node: DictConfig, checkpoint: Path | None) -> AnySubsetModel:

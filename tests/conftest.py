@@ -30,7 +30,8 @@ from transformers import (
     XLNetTokenizer,
 )
 
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.queries import RowQuery, check_positions, query_logits
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Request, make_requests
 from dspec.decoding.jacobi import Jacobi
@@ -41,6 +42,7 @@ from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
+from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft, build_draft
@@ -54,7 +56,8 @@ HEADS = (None, "vanilla", "gated", "rnn")
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
-ALLOWED_SKIPS = ("no CUDA", "no Landlock", "no browser", "no ../shared")
+ALLOWED_SKIPS = ("no CUDA", "no Landlock", "no browser", "no DSPEC_DATA", "no /proc")
+REAL_DATA = Path(os.environ.get("DSPEC_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -271,10 +274,30 @@ def jacobi(*, target: LanguageModel, sampling: Sampling, config: JacobiConfig) -
 
 
 def any_subset(
-    *, target: LanguageModel, num_drafts: int, draft: str = "self", bonus: bool = False, tolerance: float = 0.0
+    *, target: LanguageModel, num_drafts: int, drafted_by: str = "model", bonus: bool = False, tolerance: float = 0.0
 ) -> AnySubset:
-    config = AnySubsetConfig(num_drafts=num_drafts, draft=draft, bonus=bonus, tolerance=tolerance)
+    config = AnySubsetConfig(num_drafts=num_drafts, drafted_by=drafted_by, bonus=bonus, tolerance=tolerance)
     return AnySubset(target=target, config=config)
+
+
+@torch.inference_mode()
+def joint_log_density(
+    model: AnySubsetModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int
+) -> Tensor:
+    """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
+    [len(ids) - prompt_length]. `ids` and `positions` are by place. Raises UserError as
+    decoding does."""
+    if not 1 <= prompt_length < len(ids):
+        raise UserError(
+            f"a prompt of {prompt_length} among {len(ids)} tokens: at least one must be visible, one scored"
+        )
+    check_positions(model, 0, ids[:prompt_length], len(ids) - prompt_length, positions)
+    scored = range(prompt_length, len(ids))
+    tokens = ids[:-1]  # no query depends on the last token
+    row = RowQuery(tokens=tokens, start=0, prompt=prompt_length, positions=positions, queried=scored, limits=scored)
+    wide = torch.promote_types(model.dtype, torch.float32)
+    log_probs_QV = query_logits(model, [row])[0].to(wide).log_softmax(-1)
+    return log_probs_QV[torch.arange(len(scored)), torch.tensor(list(ids[prompt_length:]))]
 
 
 def infilling(
@@ -464,12 +487,21 @@ def build_decoder(kind: str, *, target: Any, draft: Draft | None = None, **setti
     return spec.build(target=target, draft=draft)
 
 
+@pytest.fixture
+def real_data(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$DSPEC_DATA with the benchmarks' files: the variable's, or, where it is unset, a folder beside the clone."""
+    if not REAL_DATA.is_dir():
+        pytest.skip("no DSPEC_DATA: set it to a folder with the benchmarks' files")
+    monkeypatch.setenv("DSPEC_DATA", str(REAL_DATA))
+    return REAL_DATA
+
+
 @pytest.fixture(scope="session")
 def toys() -> SimpleNamespace:
     names = (
         "FAMILIES HEADS GREEDY randomise target draft markov_pair cycle_target prompts ar cut OracleProposer "
         "finished joined Remembering Bound autoregressive speculative jacobi any_subset infilling conditional xlnet "
-        "xlnet_tokenizer two_stream_logits build_decoder"
+        "xlnet_tokenizer two_stream_logits build_decoder joint_log_density"
     ).split()
     return SimpleNamespace(**{name: globals()[name] for name in names})
 

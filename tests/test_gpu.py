@@ -39,7 +39,7 @@ def test_the_main_job(recipe: str, settings: tuple[str, ...], small_job: Any, tm
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_target_on_either_device_is_trained_on_the_gpu(device: str, small_job: Any, tmp_path: Path) -> None:
-    """Finding 1: after Lightning's teardown the drafter stayed on the CPU."""
+    """After Lightning's teardown the drafter must be back on the GPU."""
     small_job.run(tmp_path / "run", "trainer.accelerator=cuda", f"target.device={device}")
 
 

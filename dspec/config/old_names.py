@@ -35,6 +35,7 @@ _KEYS = {
     r"decoder\.(\w+)\.method": r"decoder.\g<1>.label",
     r"decoder\.(\w+)\.serial": r"decoder.\g<1>.weights=base for decoders of the base",
     r"decoder\.(base_)?confidence_threshold(\w*)\.(\w+)": r"decoder.\g<1>fast_dllm\g<2>.\g<3>",
+    r"decoder\.(\w*assd\w*)\.draft": r"decoder.\g<1>.drafted_by: model (was self) or bigrams (was ngram)",
     r"method\.tuning\.share": "method.tuning.interpolation",
     r"method\.lookahead": "method.draft_depth",
     r"target\.mask_token_id": "target.mask_token",

@@ -9,7 +9,7 @@ from dspec.errors import UserError
 
 # (tokens, known) -> length of the shortest prefix of `tokens`, longer than `known`, that ends the answer, or None
 ShouldStop = Callable[[Sequence[int], int], int | None]
-Kind = Literal["prefill", "decode", "draft", "verify"]
+Kind = Literal["prefill", "decode", "draft", "auxiliary", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Request:
     stop_ids: Sequence[int]
     seed: int
     should_stop: ShouldStop | None = None
-    positions: Sequence[int] | None = None  # of `ids`, then of the tokens to generate; None: 0, 1, ...
+    positions: Sequence[int] | None = None  # of each id, then of each token to generate; None: from left to right
 
     def end(self, tokens: Sequence[int], known: int) -> int | None:
         """Length of the shortest prefix of the answer `tokens`, longer than `known`, that ends it, or None."""
@@ -45,7 +45,7 @@ def make_requests(prompts: Sequence[Sequence[int]], *, seeds: Sequence[int], **c
 class Pass:
     """One forward pass from the view of one request."""
 
-    kind: Kind  # "draft": a pass of the drafter; all others are passes of the target
+    kind: Kind  # "draft": of the drafter; "auxiliary": a look-up, of no model; all others: of the target
     committed: int = 0  # tokens added to the answer
     positions: int = 0  # computed for this request, including its branches and the padding of its batch
     branches: int = 1  # continuations verified in parallel
@@ -84,7 +84,7 @@ class Generation:
     @property
     def _steps(self) -> list[Pass]:
         """All passes of the target but the prefill."""
-        return [p for p in self.passes if p.kind not in ("prefill", "draft")]
+        return [p for p in self.passes if p.kind not in ("prefill", "draft", "auxiliary")]
 
     @property
     def rounds(self) -> list[Pass]:
@@ -109,6 +109,11 @@ class Generation:
     def draft_forwards(self) -> int:
         """Forward passes of the drafter over a block."""
         return len(self._of("draft"))
+
+    @property
+    def auxiliary_forwards(self) -> int:
+        """Look-ups of drafts that no model computes, such as those from bigrams."""
+        return len(self._of("auxiliary"))
 
     @property
     def nfe(self) -> int:

@@ -72,7 +72,7 @@ class DraftProposer:
         """`sequential_head=False` leaves out the Markov / gated / RNN bias (the "head off" ablation).
 
         Each refinement pass replaces the block's mask tokens with its greedy tokens and runs the block again. Drafters
-        are trained on mask tokens only, so it costs acceptance (the TPU report saw tau fall from 6.2 to 2.5); the
+        are trained on mask tokens only, so it costs acceptance (from tau 6.2 to 2.5 in the TPU report on DFlash); the
         output stays lossless, since the inputs of the last pass are a function of the context alone.
         """
         if refinement_passes < 0:
@@ -157,19 +157,20 @@ class DraftProposer:
         samplings: SamplingBatch,
         uniform_BJ: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        def choose(logits: Tensor, at: Any) -> tuple[Tensor, Tensor | None]:
-            if uniform_BJ is None:
+        def choose(logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            if uniform is None:
                 return logits.argmax(-1), None
             probs = samplings.probs(logits)
-            return draw(probs, uniform_BJ[:, at]), probs
+            return draw(probs, uniform), probs
 
         if self.head is None:
-            return choose(logits_BJV, slice(None))
+            return choose(logits_BJV, uniform_BJ)
         tokens, drawn_from, previous, state = [], [], anchor_B, None
         w2_RV = self.head.markov_w2.weight.T
         for k, (hidden, logits) in enumerate(zip(hidden_BJD.unbind(1), logits_BJV.unbind(1), strict=True)):
             code, state = self.head.step(previous, hidden, state)
-            previous, probs = choose(torch.addmm(logits, code, w2_RV), k)
+            uniform_B = None if uniform_BJ is None else uniform_BJ[:, k]
+            previous, probs = choose(torch.addmm(logits, code, w2_RV), uniform_B)
             tokens.append(previous)
             drawn_from += [] if probs is None else [probs]
         return torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None

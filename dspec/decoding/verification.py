@@ -52,7 +52,7 @@ class ConfidenceThreshold:
         """`calibration` applies to requests with the sampling that it was fitted for; for others confidences stay raw,
         with a warning that names both samplings."""
         if not 0 < threshold < 1:
-            raise UserError(f"decoder.<name>.confidence_threshold={threshold} must lie in [0, 1)")
+            raise UserError(f"decoder.<name>.confidence_threshold={threshold} must lie in (0, 1); 0 verifies all")
         self.threshold, self.calibration = threshold, calibration
         self._refused: set[Sampling] = set()  # warned about once
 
@@ -112,6 +112,7 @@ def verify_sampled(
     Preserves the target's distribution (Leviathan et al. 2023, theorem 1). `draft_probs_BJV` None means
     that the drafts are deterministic (q is a point mass). Row b has count_B[b] drafts; later slots are never accepted.
     """
+    # 1. accept
     B, J = draft_BJ.shape
     p_x = target_probs_BJV[:, :-1].gather(-1, draft_BJ[..., None]).squeeze(-1)
     q_x = torch.ones_like(p_x)
@@ -120,6 +121,7 @@ def verify_sampled(
     slots = torch.arange(J, device=draft_BJ.device)
     ok = (uniform_BJ * q_x < p_x) & (slots < count_B[:, None])
     accepted = ok.long().cumprod(1).sum(1)
+    # 2. what the token after them is drawn from: at a rejection the residual, else the target's distribution
     rows = torch.arange(B, device=draft_BJ.device)
     probs = target_probs_BJV[rows, accepted]
     rejected = accepted < count_B
@@ -133,4 +135,5 @@ def verify_sampled(
         residual = torch.where(rejected[:, None], excess, probs)
         # the residual is empty only if p = q up to rounding: a rejection had probability zero, so draw from p
         probs = torch.where(residual.sum(-1, keepdim=True) > 0, residual, probs)
+    # 3. draw it
     return accepted, draw(probs, uniform_B)

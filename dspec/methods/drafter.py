@@ -33,7 +33,7 @@ class Blocks:
     hidden_BNJD: Tensor  # drafter hidden states of the draft slots
     previous_BNJ: Tensor  # token before the one each slot predicts
     label_BNJ: Tensor  # token each slot predicts
-    at_BNJ: Tensor  # position of the target hidden state that predicts the same token
+    target_index_BNJ: Tensor  # position of the target hidden state that predicts the same token
     supervised_BNJ: Tensor  # bool
 
 
@@ -44,15 +44,14 @@ def sample_anchors(supervised_BL: Tensor, count: int, *, generators: Sequence[Ge
     supervised.
     """
     eligible = supervised_BL[:, :-1] & supervised_BL[:, 1:]
-    score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=False)])
+    score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=True)])
     score = score.to(supervised_BL.device)
     count = min(count, eligible.shape[1])
-    score, at = (score + eligible).topk(count, dim=1)  # eligible positions score above 1
+    score, anchor_BN = (score + eligible).topk(count, dim=1)  # eligible positions score above 1
     valid = score >= 1
-    at = torch.where(valid, at, supervised_BL.shape[1])
-    at, order = at.sort(dim=1)
+    anchor_BN, order = torch.where(valid, anchor_BN, supervised_BL.shape[1]).sort(dim=1)
     valid = valid.gather(1, order)
-    return torch.where(valid, at, 0), valid
+    return torch.where(valid, anchor_BN, 0), valid
 
 
 class DrafterMethod(Method):
@@ -151,13 +150,13 @@ class DrafterMethod(Method):
             features_BSF=output.features_BLF,
         )
         hidden_BNJD = hidden.view(B, N, K, -1)[:, :, config.first_slot :]
-        at = anchor_BN[..., None] + torch.arange(config.num_drafts, device=device)  # label position - 1
-        inside = at + 1 < L
-        at = at.clamp(max=L - 2)
-        supervised = inside & batch.supervised_BL.gather(1, (at + 1).flatten(1)).view_as(at)
+        index = anchor_BN[..., None] + torch.arange(config.num_drafts, device=device)  # label position - 1
+        inside = index + 1 < L
+        index = index.clamp(max=L - 2)
+        supervised = inside & batch.supervised_BL.gather(1, (index + 1).flatten(1)).view_as(index)
         supervised = supervised.cumprod(-1).bool() & valid_BN[..., None]
-        previous, label = (batch.ids_BL.gather(1, i.flatten(1)).view_as(at) for i in (at, at + 1))
-        return Blocks(hidden_BNJD, previous, label, at, supervised)
+        previous, label = (batch.ids_BL.gather(1, i.flatten(1)).view_as(index) for i in (index, index + 1))
+        return Blocks(hidden_BNJD, previous, label, index, supervised)
 
     def _reads_target(self) -> bool:
         """Whether the target's distribution is computed: in training only if the TV loss or the confidence head needs
@@ -172,7 +171,7 @@ class DrafterMethod(Method):
             constants = [self.ce_weight * weight_P, label_P]
             return chunked_sum(token_loss, terms=terms, constants=constants, chunk_mb=self.chunk_mb)
         row = torch.arange(chosen.shape[0], device=chosen.device)[:, None, None].expand(chosen.shape)
-        target_PD = output.hidden_BLD[row[chosen], blocks.at_BNJ[chosen]]
+        target_PD = output.hidden_BLD[row[chosen], blocks.target_index_BNJ[chosen]]
         criterion = draft_loss(self.target.lm_head.weight, ce_weight=self.ce_weight, tv_weight=self.tv_weight)
         constants = [weight_P, label_P, target_PD]
         return chunked_sum(criterion, terms=terms, constants=constants, chunk_mb=self.chunk_mb)

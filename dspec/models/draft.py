@@ -251,10 +251,10 @@ class Draft(nn.Module):
         context = None
         if features_BSF is not None:
             context = self.context(features_BSF)
-            at = torch.arange(context.shape[1], device=x.device)[None]
-            context_rotation = self._rotation(context, at)
+            context_rotation = self._rotation(context, torch.arange(context.shape[1], device=x.device)[None])
         for i, layer in enumerate(self._stack):
             normed = layer.input_layernorm(x)
+            # keys: the context's (of its features, or from the cache), then the block's
             k, v = layer.self_attn.key_value(normed, rotation)
             if window is not None:
                 k, v = window.update(k, v, i)

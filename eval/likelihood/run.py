@@ -19,16 +19,17 @@ from dspec.atomic import atomic_file, write_json
 from dspec.config.compose import instantiate_decoders
 from dspec.config.run_folder import remember_command
 from dspec.config.types import check_types
-from dspec.decoding.any_subset import AnySubset
+from dspec.decoding.any_subset.decoder import AnySubset
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass
-from dspec.decoding.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
+from dspec.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.provenance import fingerprint, provenance
 from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
+from eval.checkpoints import checkpoint_of, fill_in
 from eval.decoders import DecoderSpec
 from eval.gate import timed
 from eval.likelihood.table import perplexity, score_table
@@ -112,7 +113,8 @@ def run_scoring(cfg: DictConfig, benchmarks: Mapping[str, LikelihoodBenchmark], 
     """Scores `benchmarks` by the distributions of `cfg.decoder`. samples.jsonl and results.json grow in `run_dir`."""
     quiet()
     check_types(cfg)
-    loaded = load_model(cfg)
+    fill_in(cfg)
+    loaded = load_model(target=cfg.target, checkpoint=checkpoint_of(cfg))
     distributions = {name: distribution(name, spec, loaded) for name, spec in instantiate_decoders(cfg).items()}
     joint = any(one.any_subset for one in distributions.values())  # all score the same questions
     tasks = [encoded_task(loaded.target, name, benchmark, any_subset=joint) for name, benchmark in benchmarks.items()]
@@ -146,8 +148,7 @@ def run_scoring(cfg: DictConfig, benchmarks: Mapping[str, LikelihoodBenchmark], 
 
 def _provenance(loaded: LoadedModel, config: dict[str, Any], tasks: Sequence[Task]) -> dict[str, Any]:
     dtype = str(loaded.target.dtype).removeprefix("torch.")
-    policy = loaded.policy.to_dict(loaded.target.tokenizer)
-    run = provenance(seed=config["seed"], dtype=dtype, config=config, prompt_policy=policy)
+    run = provenance(seed=config["seed"], dtype=dtype, config=config, prompt_policy={})  # texts are raw
     return run | {"benchmarks": {one.name: one.benchmark.source() for one in tasks}}
 
 

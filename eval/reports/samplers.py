@@ -49,7 +49,7 @@ def passes(generation: Generation) -> dict[str, int]:
         "nfe_draft": generation.nfe - oracle,
         "nfe_oracle": oracle,
         "nfe_rows": generation.prefill_forwards + generation.branch_forwards,
-        "nfe_aux": generation.draft_forwards,
+        "nfe_aux": generation.draft_forwards + generation.auxiliary_forwards,
     }
 
 

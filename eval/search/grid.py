@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dspec.atomic import write_json
+from dspec.config.compose import instantiate
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.diffusion.forward import TrainingRecord
 from dspec.decoding.generation import Generation, Request
@@ -31,6 +32,7 @@ from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
 from dspec.terminal import quiet
 from eval.benchmarks.base import Benchmark, Item
+from eval.checkpoints import checkpoint_of, fill_in
 from eval.evaluate import rotated
 from eval.gate import timed
 from eval.load import load_model
@@ -163,11 +165,11 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     torch.set_num_threads(torch.get_num_threads())
     chosen = left_to_right(benchmarks, limit=cfg.limit)
-    loaded = load_model(cfg)
+    fill_in(cfg)
+    loaded = load_model(target=cfg.target, checkpoint=checkpoint_of(cfg))
     target = left_to_right_model(loaded.target)
-    prompts = [
-        (benchmark, item, encode(target.tokenizer, benchmark, item, loaded.policy).ids) for benchmark, item in chosen
-    ]
+    policy = loaded.policy or instantiate(cfg.policy)
+    prompts = [(benchmark, item, encode(target.tokenizer, benchmark, item, policy).ids) for benchmark, item in chosen]
     if not prompts:
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
     log.info("searching %d configurations on %d prompts in %s", len(settings.configs), len(prompts), run_dir)
@@ -175,7 +177,7 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
         points, roofline = Search(settings)(target, prompts, seed=cfg.seed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     dtype = str(target.dtype).removeprefix("torch.")
-    made = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=loaded.policy.to_dict(target.tokenizer))
+    made = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy=policy.to_dict(target.tokenizer))
     measured = asdict(roofline) | {"ridge_point": roofline.ridge_point}
     write_json(run_dir / "search.json", {"run": made, "roofline": measured, "points": points})
     plot(points, roofline, run_dir / "plots" / "roofline.png")

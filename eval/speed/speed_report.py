@@ -59,7 +59,7 @@ class SpeedReport:
         return {"speeds": lines, "rounds": rounds, "verify_cost": verify, "draft_cost": drafted}
 
     def _rounds(self, done: EvaluationResult) -> list[dict[str, Any]]:
-        target, policy = done.loaded.target, done.loaded.policy
+        target, policy = done.loaded.target, done.policy
         name, benchmark = next(iter(done.benchmarks.items()))
         sampling = done.evaluation.samplings[0]
         encoded = done.evaluation.encode_prompts(

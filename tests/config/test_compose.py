@@ -11,7 +11,8 @@ import pytest
 from omegaconf import DictConfig
 
 from dspec.config import run_folder
-from dspec.config.compose import CONF, entry_point
+from dspec.config.checks import known_keys
+from dspec.config.compose import CONF, composed, entry_point
 from dspec.config.old_names import check_arguments
 from dspec.errors import UserError
 from dspec.train import main
@@ -113,7 +114,7 @@ def test_one_line_and_exit_code_2(failing: Failing, args: list[str], words: list
         (["recipe=dspark", "real=dflash_gsm8k"], ["use scale=pretrained"]),
         (["recipe=dspark", "page_scale=dflash_pretrained"], ["use recipe=<name>"]),
         (["recipe=ar_base", "scale=pretrained"], ["recipes/ar_base.yaml has no numbers for pretrained targets"]),
-        (["recipe=as_arm", "method.lookahead=1.5"], ["method.lookahead=1.5 must be an integer"]),
+        (["recipe=as_arm", "method.draft_depth=1.5"], ["method.draft_depth=1.5 must be an integer"]),
         (["recipe=as_arm", "decoder=[assd]"], ["assd is measured against any_subset", "decoder=[any_subset,assd]"]),
         (["recipe=as_arm", "decoder.assd.bonus=3"], ["decoder.assd.bonus=3 must be true or false"]),
         (["recipe=dspark", "data.sort_window=x"], ["data.sort_window=x must be an integer or null"]),
@@ -241,6 +242,7 @@ OLD = [
     (["recipe=jacobi_forcing", "decoder.jacobi.build.plan.blocks=3"], ["decoder.jacobi.blocks"]),
     (["recipe=dspark", "decoder.speculative.build.sequential_head=false"], ["decoder.speculative.sequential_head"]),
     (["recipe=dspark", "decoder.speculative.method=mine"], ["decoder.speculative.label"]),
+    (["recipe=as_arm", "decoder.assd_ngram.draft=ngram"], ["decoder.assd_ngram.drafted_by", "bigrams (was ngram)"]),
     (["recipe=dspark", "benchmark.problems_unseen.count=5"], ["benchmark=[tiny,tiny_unseen]"]),
 ]  # fmt: skip
 
@@ -364,3 +366,24 @@ def test_a_group_needs_a_choice(arg: str) -> None:
     with pytest.raises(UserError, match=f"{group} needs one of its choices"):
         check_arguments([arg])
     check_arguments(["draft=null", "calibration=null", "resume=null"])
+
+
+@pytest.mark.parametrize(("program", "absent"), [("score", {"layout", "policy"}), ("search", {"layout", "label"})])
+def test_programs_have_no_key_that_does_nothing(program: str, absent: set[str]) -> None:
+    assert not known_keys(program) & absent
+
+
+@pytest.mark.parametrize(("hardware", "device"), [("cpu", "cpu"), ("gpu", "cuda")])
+def test_hardware_places_trainer_and_target(hardware: str, device: str) -> None:
+    """hardware=cpu left a target whose file says cuda there."""
+    cfg = composed("train", ["recipe=dspark", "target=qwen3_4b", f"hardware={hardware}", "hydra.run.dir=OUT"])
+    assert (cfg.trainer.accelerator, cfg.target.device) == (device, device)
+
+
+def test_the_sandboxs_limits_are_one_choice(failing: Failing) -> None:
+    """They are files of conf/judge, in every config that judges programs, and keys of it like all others."""
+    both = ["target=tiny", "benchmark=[tiny,tiny_infilling]", "judge.sandbox.cpu_seconds=3"]
+    cfg = composed("eval", both)
+    limits = [cfg.benchmark[name].judge for name in ("functions", "filled_functions")]
+    assert limits[0] == limits[1] != cfg.judge
+    assert cfg.judge.sandbox.cpu_seconds == 3

@@ -10,9 +10,6 @@ from data.prompts import EmbeddedPrompts, Gsm8kPrompts, JsonlPrompts
 from data.rows import gsm8k_rows
 from dspec.errors import UserError
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared")
-
 
 def source(path: Path, *, train: int = 50, calibration: int = 50) -> JsonlPrompts:
     return JsonlPrompts(path=str(path), train=train, calibration=calibration)
@@ -85,9 +82,8 @@ def test_embedded_prompts_obey_counts_and_seed() -> None:
     assert not set(prompts(0, "train")) & set(prompts(0, "calibration"))
 
 
-@needs_shared
+@pytest.mark.usefixtures("real_data")
 def test_gsm8k_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSPEC_DATA", str(SHARED))
     own = Gsm8kPrompts(train=300, calibration=30)
     train, calibration = own.prompts("train"), own.prompts("calibration")
     assert (len(train), len(calibration)) == (300, 30)

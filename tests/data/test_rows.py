@@ -11,8 +11,6 @@ import pytest
 from data.rows import Hub, gsm8k_rows, load_rows, math500_rows, math_rows, math_training_rows, read_jsonl, same_problem
 from dspec.errors import UserError
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared")
 GOOD = {"question": "1+1?", "answer": "#### 2"}
 
 
@@ -86,9 +84,8 @@ def test_training_rows_leave_out_what_is_tested(folder: Path) -> None:
     assert [row["problem"] for row in math_training_rows().rows] == ["three", "four\n"]
 
 
-@needs_shared
+@pytest.mark.usefixtures("real_data")
 def test_the_one_shared_problem_of_math_is_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSPEC_DATA", str(SHARED))
     train, test = math_rows("train").rows, math_rows("test").rows
     tested = {same_problem(row["problem"]) for row in test}
     assert (len(train), len(test), len(tested)) == (7500, 5000, 5000)

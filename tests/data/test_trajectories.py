@@ -32,7 +32,7 @@ POLICY = PromptPolicy(system=None, thinking=False)
 SMALL = {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 20, "batch_size": 4}
 
 
-def plan(n: int) -> JacobiConfig:
+def config(n: int) -> JacobiConfig:
     return JacobiConfig(block_size=n, blocks=1, activation=1.0, pool_size=0, candidates=0)
 
 
@@ -55,7 +55,7 @@ def test_states_are_those_that_decoding_went_through(toys: SimpleNamespace, seed
     """Each state is one Jacobi update of the one before, behind the verified text; the last one is plain AR's text."""
     of, n = toys.target(toys.FAMILIES[seed], seed=seed, scale=0.4), 5
     prompts = [(str(i), [1 + i, 2, 3][: 1 + i]) for i in range(3)]
-    greedy = toys.jacobi(target=of, sampling=toys.GREEDY, config=plan(n))
+    greedy = toys.jacobi(target=of, sampling=toys.GREEDY, config=config(n))
     samples = trace(greedy.decoder, prompts, max_new_tokens=17, stop_ids=[4], sampling=GREEDY, seed=seed)
     serial = toys.autoregressive(target=of, sampling=toys.GREEDY).decode(
         [ids for _, ids in prompts], max_new_tokens=17, stop_ids=[4], seeds=[0] * 3
@@ -82,13 +82,13 @@ def test_states_are_those_that_decoding_went_through(toys: SimpleNamespace, seed
 def test_no_state_is_lost(toys: SimpleNamespace, seed: int) -> None:
     """One state a pass and the fixed point; the first one is the draft that a block is opened with, its noisiest."""
     of, n, new = toys.target(toys.FAMILIES[seed], seed=seed, scale=0.4), 5, 17
-    greedy = toys.jacobi(target=of, sampling=toys.GREEDY, config=plan(n))
+    greedy = toys.jacobi(target=of, sampling=toys.GREEDY, config=config(n))
     for prompt in ([1], [2, 3], [3, 2, 3]):
         (sample,) = trace(greedy.decoder, [("x", prompt)], max_new_tokens=new, stop_ids=[4], sampling=GREEDY, seed=seed)
         own = {"max_new_tokens": new, "stop_ids": [4], "seeds": [prompt_seed(seed, "x")]}
         (generation,) = greedy.decode([prompt], **own)
         assert sum(len(states) - 1 for states in sample.blocks) == generation.forwards
-        first = JacobiState(prompt, generation.tokens[0], config=plan(n), limit=new, seed=prompt_seed(seed, "x"))
+        first = JacobiState(prompt, generation.tokens[0], config=config(n), limit=new, seed=prompt_seed(seed, "x"))
         assert sample.blocks[0][0] == first.block(0)[: len(generation.tokens)]
 
 
@@ -123,7 +123,7 @@ def gather(toys: SimpleNamespace, folder: Path, prompts: Any = PROMPTS, *, seed:
         folder,
         {"some": "settings"},
         prompts,
-        Jacobi(target=of, config=plan(4)),
+        Jacobi(target=of, config=config(4)),
         sampling=GREEDY,
         stop_ids=[4],
         max_new_tokens=12,

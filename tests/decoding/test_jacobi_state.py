@@ -12,19 +12,19 @@ from dspec.errors import UserError
 Model = Callable[[Sequence[int]], int]
 
 
-def plan(**changes: float) -> JacobiConfig:
+def config(**changes: float) -> JacobiConfig:
     settings = {"block_size": 4, "blocks": 1, "activation": 0.85, "pool_size": 0, "candidates": 0}
     return JacobiConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
-def passes(flight: JacobiState, model: Model, *, new: int, spy: Callable[[JacobiState], None] = lambda f: None) -> int:
+def passes(state: JacobiState, model: Model, *, new: int, spy: Callable[[JacobiState], None] = lambda f: None) -> int:
     """Runs to `new` tokens; the number of passes."""
     count = 0
-    while len(flight.text) - flight.start < new:
-        spy(flight)
-        rows = flight.drafts()
-        text = flight.text
-        flight.advance(rows, [[model([*text, *row[:k]]) for k in range(len(row) + 1)] for row in rows])
+    while len(state.text) - state.start < new:
+        spy(state)
+        rows = state.drafts()
+        text = state.text
+        state.advance(rows, [[model([*text, *row[:k]]) for k in range(len(row) + 1)] for row in rows])
         count += 1
     return count
 
@@ -59,7 +59,7 @@ def test_text_is_the_models_own(seed: int) -> None:
     rng = random.Random(seed)
     model = hashed(seed, rng.randint(2, 30), rng.randint(1, 3))
     prompt = [rng.randrange(9) for _ in range(rng.randint(1, 5))]
-    settings = plan(
+    settings = config(
         block_size=rng.randint(2, 12),
         blocks=rng.randint(1, 4),
         activation=rng.choice([0.0, 0.3, 0.85, 1.0]),
@@ -67,7 +67,7 @@ def test_text_is_the_models_own(seed: int) -> None:
         candidates=rng.choice([0, 1, 4]),
     )
     new = rng.randint(1, 40)
-    flight = JacobiState(prompt, model(prompt), config=settings, limit=new, seed=seed)
+    state = JacobiState(prompt, model(prompt), config=settings, limit=new, seed=seed)
 
     def check(f: JacobiState) -> None:
         n, rows = settings.block_size, f.drafts()
@@ -80,16 +80,16 @@ def test_text_is_the_models_own(seed: int) -> None:
         assert end == min(f.opened * n, new)  # drafts reach to the end of the newest block, never past the limit
         assert len(f.draft) >= 1
 
-    count = passes(flight, model, new=new, spy=check)
-    assert flight.text[: len(prompt) + new] == serial(prompt, model, new)
-    assert count <= new - 1  # never slower than one token a pass
+    count = passes(state, model, new=new, spy=check)
+    assert state.text[: len(prompt) + new] == serial(prompt, model, new)
+    assert count <= new - 1  # never slower than one token per pass
 
 
 def test_converges_in_two_passes_where_only_the_position_counts() -> None:
     """The first pass predicts the block, the second verifies it and one token more."""
-    flight = JacobiState([1], by_position([1]), config=plan(block_size=8), limit=33, seed=0)
+    state = JacobiState([1], by_position([1]), config=config(block_size=8), limit=33, seed=0)
     ends = []
-    assert passes(flight, by_position, new=33, spy=lambda f: ends.append(len(f.text) - 1)) == 8
+    assert passes(state, by_position, new=33, spy=lambda f: ends.append(len(f.text) - 1)) == 8
     assert ends == [1, 2, 9, 10, 17, 18, 25, 26]  # output tokens verified before each pass
 
 
@@ -105,8 +105,8 @@ def test_promoted_drafts_are_reused() -> None:
     """
 
     def count(**changes: float) -> int:
-        flight = JacobiState([101, 102, 103], 103, config=plan(**changes), limit=97, seed=0)
-        return passes(flight, three_back, new=97)
+        state = JacobiState([101, 102, 103], 103, config=config(**changes), limit=97, seed=0)
+        return passes(state, three_back, new=97)
 
     endless, alone, pair = count(block_size=97), count(block_size=8), count(block_size=8, blocks=2, activation=0.25)
     assert endless == 34
@@ -117,49 +117,51 @@ def test_promoted_drafts_are_reused() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_draft_after_a_promotion_is_what_the_last_pass_predicted(seed: int) -> None:
     model = hashed(seed, 6, 2)
-    flight = JacobiState(
-        [1, 2], model([1, 2]), config=plan(block_size=4, blocks=3, activation=0.25), limit=80, seed=seed
+    state = JacobiState(
+        [1, 2], model([1, 2]), config=config(block_size=4, blocks=3, activation=0.25), limit=80, seed=seed
     )
     promoted = 0
-    while len(flight.text) < 70:
-        active, draft, text = flight.opened - flight.in_flight, list(flight.draft), list(flight.text)
+    while len(state.text) < 70:
+        active, draft, text = state.opened - state.in_flight, list(state.draft), list(state.text)
         predicted = [model([*text, *draft[:k]]) for k in range(len(draft) + 1)]
-        _, accepted = flight.advance([draft], [predicted])
+        _, accepted = state.advance([draft], [predicted])
         kept = predicted[accepted + 1 : -1]
-        assert flight.draft[: len(kept)] == kept
-        now = flight.opened - flight.in_flight
+        assert state.draft[: len(kept)] == kept
+        now = state.opened - state.in_flight
         promoted += now > active and len(kept) > 0  # another block is real-active, and had drafts
     assert promoted >= 3
 
 
 def test_activation_opens_the_next_block_when_the_newest_agrees_enough() -> None:
     for ratio, at in ((0.0, 1), (0.5, 4), (0.75, 6), (1.0, 8)):
-        flight = JacobiState([1], by_last([1]), config=plan(block_size=8, blocks=2, activation=ratio), limit=60, seed=3)
+        state = JacobiState(
+            [1], by_last([1]), config=config(block_size=8, blocks=2, activation=ratio), limit=60, seed=3
+        )
         first = None
         while first is None:
-            if flight.in_flight == 2:
-                first = len(flight.text) - 1
+            if state.in_flight == 2:
+                first = len(state.text) - 1
                 break
-            rows = flight.drafts()
-            flight.advance(rows, [[by_last([*flight.text, *r[:k]]) for k in range(len(r) + 1)] for r in rows])
-            if flight.opened == 2:
-                first = len(flight.text) - 1
-        assert first == at  # by_last verifies one token a pass
+            rows = state.drafts()
+            state.advance(rows, [[by_last([*state.text, *r[:k]]) for k in range(len(r) + 1)] for r in rows])
+            if state.opened == 2:
+                first = len(state.text) - 1
+        assert first == at  # by_last verifies one token per pass
     # a block is counted by its stable tokens while it is pseudo-active, and the third one opens behind it
-    flight = JacobiState([1], by_position([1]), config=plan(block_size=4, blocks=3, activation=1.0), limit=60, seed=3)
+    state = JacobiState([1], by_position([1]), config=config(block_size=4, blocks=3, activation=1.0), limit=60, seed=3)
     opened = []
-    passes(flight, by_position, new=20, spy=lambda f: opened.append(f.in_flight))
+    passes(state, by_position, new=20, spy=lambda f: opened.append(f.in_flight))
     assert max(opened) == 1  # the whole block is verified when its last token agrees
-    flight = JacobiState([1], by_position([1]), config=plan(block_size=4, blocks=3, activation=0.5), limit=60, seed=3)
-    passes(flight, by_position, new=20, spy=lambda f: opened.append(f.in_flight))
+    state = JacobiState([1], by_position([1]), config=config(block_size=4, blocks=3, activation=0.5), limit=60, seed=3)
+    passes(state, by_position, new=20, spy=lambda f: opened.append(f.in_flight))
     assert max(opened) == 2
 
 
 def test_new_block_starts_from_its_seed_and_the_text() -> None:
-    flights = [JacobiState([5, 6, 7], 8, config=plan(block_size=16), limit=40, seed=s) for s in (0, 0, 1)]
-    assert flights[0].draft == flights[1].draft != flights[2].draft
-    assert set(flights[0].draft) <= {5, 6, 7, 8}
-    assert len(flights[0].draft) == 15
+    states = [JacobiState([5, 6, 7], 8, config=config(block_size=16), limit=40, seed=s) for s in (0, 0, 1)]
+    assert states[0].draft == states[1].draft != states[2].draft
+    assert set(states[0].draft) <= {5, 6, 7, 8}
+    assert len(states[0].draft) == 15
 
 
 def test_pool_forgets_and_finds_the_newest_first() -> None:
@@ -182,9 +184,9 @@ def test_candidates_win_where_the_draft_was_shifted() -> None:
         return text[-2] + 1 if text[-1] == text[-2] else truth[max(0, len(text) - 2) % 30]
 
     def count(**changes: int) -> tuple[int, list[int]]:
-        flight = JacobiState([1], model([1]), config=plan(block_size=8, **changes), limit=24, seed=1)
+        state = JacobiState([1], model([1]), config=config(block_size=8, **changes), limit=24, seed=1)
         rows: list[int] = []
-        return passes(flight, model, new=24, spy=lambda f: rows.append(len(f.drafts()))), rows
+        return passes(state, model, new=24, spy=lambda f: rows.append(len(f.drafts()))), rows
 
     without, rows = count()
     assert set(rows) == {1}
@@ -196,11 +198,11 @@ def test_candidates_win_where_the_draft_was_shifted() -> None:
 
 def test_verified_twice_is_verified_once() -> None:
     """A candidate equal to the draft, or to another candidate, is no further row."""
-    flight = JacobiState([1], 2, config=plan(block_size=4, pool_size=4, candidates=4), limit=20, seed=0)
-    flight.draft = [7, 8, 9]
+    state = JacobiState([1], 2, config=config(block_size=4, pool_size=4, candidates=4), limit=20, seed=0)
+    state.draft = [7, 8, 9]
     for run in ([2, 7, 8, 9], [2, 5], [2, 5, 8, 9], [3, 2, 6, 6, 6, 6]):
-        flight._pool.add(run)
-    assert flight.drafts() == [[7, 8, 9], [6, 6, 6], [5, 8, 9]]
+        state._pool.add(run)
+    assert state.drafts() == [[7, 8, 9], [6, 6, 6], [5, 8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_verified_twice_is_verified_once() -> None:
 )
 def test_refusals(changes: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan(**changes)
+        config(**changes)
 
 
 def test_agreeing() -> None:

@@ -60,7 +60,7 @@ def asked(toys: SimpleNamespace, seed: int, count: int = 7) -> list[Request]:
 
 
 def seen(generation: Generation) -> tuple:
-    """What must not depend on the company: all but the width of shared passes."""
+    """What must not depend on the batch: all but the width of shared passes."""
     passes = [(p.kind, p.committed, p.branches, p.drafted, p.accepted, p.valid) for p in generation.passes]
     return generation.tokens, generation.stopped, passes
 
@@ -91,7 +91,7 @@ def test_joining_in_the_middle_and_leaving(toys: SimpleNamespace, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_company_in_small_chunks(toys: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_in_small_chunks(toys: SimpleNamespace, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Distributions some rows at a time, as with a large vocabulary: each row by its own sampling."""
     _, made = decoders(toys)
     these = asked(toys, 2)

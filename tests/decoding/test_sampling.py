@@ -200,7 +200,7 @@ def test_decoders_give_the_same_in_small_chunks(
         "speculative": lambda: DraftProposer(toys.draft(target, head="vanilla")),
         "lookup": lambda: PromptLookupProposer(num_drafts=3, max_ngram=2, device=CPU),
     }
-    plan = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=8, candidates=2)
+    config = JacobiConfig(block_size=4, blocks=2, activation=0.5, pool_size=8, candidates=2)
     sizes: list[int] = []
     plain = Sampling.probs
 
@@ -214,7 +214,7 @@ def test_decoders_give_the_same_in_small_chunks(
         monkeypatch.setattr(sampling, "_CHUNK_BYTES", size)
         warm = toys.GREEDY if kind == "greedy jacobi" else WARM
         if "jacobi" in kind:
-            decoder: Any = toys.jacobi(target=target, sampling=warm, config=plan)
+            decoder: Any = toys.jacobi(target=target, sampling=warm, config=config)
         else:
             decoder = toys.speculative(target=target, proposer=proposers[kind](), sampling=warm)
         prompts = [[1, 2, 1, 2, 1], [3, 4, 5], [6, 6, 6, 6]]

@@ -75,9 +75,9 @@ def test_any_subset_decoders_refer_to_the_sequential_one(toys: SimpleNamespace) 
         name: {k: v for k, v in d.settings(GREEDY).items() if k not in GREEDY.to_dict()} for name, d in built.items()
     }
     assert own == {
-        "any_subset": {"num_drafts": 1, "draft": "self", "bonus": False, "tolerance": 0.0},
-        "assd": {"num_drafts": 3, "draft": "self", "bonus": True, "tolerance": 0.1},
-        "assd_ngram": {"num_drafts": 5, "draft": "ngram", "bonus": False, "tolerance": 0.0},
+        "any_subset": {"num_drafts": 1, "drafted_by": "model", "bonus": False, "tolerance": 0.0},
+        "assd": {"num_drafts": 3, "drafted_by": "model", "bonus": True, "tolerance": 0.1},
+        "assd_ngram": {"num_drafts": 5, "drafted_by": "bigrams", "bonus": False, "tolerance": 0.0},
     }
     assert {name: d.lossless for name, d in built.items()} == {"any_subset": True, "assd": False, "assd_ngram": True}
     assert {spec.baseline for spec in specs.values()} == {"any_subset"}

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.chat import PromptPolicy
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.errors import UserError
@@ -116,7 +116,7 @@ def test_the_model_that_ships(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     requests = [p.request(sampling=GREEDY, seed=0, stop_ids=(), stop=None) for p in prompts]
     filled = {}
     for drafts in (1, 5):
-        config = AnySubsetConfig(num_drafts=drafts, draft="self", bonus=False, tolerance=0.0)
+        config = AnySubsetConfig(num_drafts=drafts, drafted_by="model", bonus=False, tolerance=0.0)
         filled[drafts] = decode(AnySubset(target=model, config=config), requests)
     assert [g.tokens for g in filled[5]] == [g.tokens for g in filled[1]]
     tokens = sum(len(g.tokens) for g in filled[5])

@@ -10,7 +10,7 @@ import torch
 
 from data.chat import PromptPolicy, prompt_ids, response_ids
 from dspec.config.compose import composed, instantiate, instantiate_decoders
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
 from dspec.decoding.generation import Generation
 from dspec.decoding.loop import Decoder
 from dspec.decoding.sampling import GREEDY
@@ -191,7 +191,7 @@ def test_shares_that_make_no_sense(hidden: float) -> None:
 
 
 def _any_subset(num_drafts: int) -> Any:
-    config = AnySubsetConfig(num_drafts=num_drafts, draft="self", bonus=False, tolerance=0.0)
+    config = AnySubsetConfig(num_drafts=num_drafts, drafted_by="model", bonus=False, tolerance=0.0)
 
     def build(*, target: LanguageModel, draft: object) -> Decoder:
         return AnySubset(target=target, config=config)

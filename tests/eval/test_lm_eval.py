@@ -18,21 +18,12 @@ from dspec.decoding.state import Row, State
 from eval import lm_eval as command
 from eval.sandbox.sandbox import available_layers
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-
 
 @pytest.fixture(autouse=True)
 def _our_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval reads its ten thousand task files at every start."""
     tasks = pytest.importorskip("lm_eval.tasks")
     monkeypatch.setattr(tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False))
-
-
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not SHARED.is_dir():
-        pytest.skip("no ../shared")
-    monkeypatch.setenv("DSPEC_DATA", str(SHARED))
 
 
 @pytest.fixture
@@ -95,7 +86,7 @@ GSM8K = {
     ("chat", "flags"), [("false", []), ("true", ["--apply_chat_template", "--fewshot_as_multiturn", "false"])]
 )
 def test_gsm8k_is_eval_runs(
-    shared: None, lm_eval: Any, eval_run: Any, scripted: Any, chat: str, flags: list[str]
+    real_data: Path, lm_eval: Any, eval_run: Any, scripted: Any, chat: str, flags: list[str]
 ) -> None:
     settings = [f"benchmark.gsm8k_4shot.chat={chat}"]
     seen = scripted(script("gsm8k_4shot", *settings))
@@ -123,7 +114,7 @@ TASKS = {
 @pytest.mark.parametrize(
     "task", ["gsm8k_zeroshot", "humaneval", "mbpp", pytest.param("math500", marks=pytest.mark.slow)]
 )
-def test_tasks_are_eval_runs_benchmarks(shared: None, lm_eval: Any, eval_run: Any, scripted: Any, task: str) -> None:
+def test_tasks_are_eval_runs_benchmarks(real_data: Path, lm_eval: Any, eval_run: Any, scripted: Any, task: str) -> None:
     benchmark, settings, verdicts = TASKS[task]
     if task in ("humaneval", "mbpp") and "landlock" not in available_layers():
         pytest.skip("no Landlock")
@@ -142,7 +133,7 @@ def test_tasks_are_eval_runs_benchmarks(shared: None, lm_eval: Any, eval_run: An
     assert ("sandbox" in kept) == (task in ("humaneval", "mbpp"))
 
 
-def test_lm_evals_own_prompt_and_stops(shared: None) -> None:
+def test_lm_evals_own_prompt_and_stops(real_data: Path) -> None:
     """What the tasks' comments say they share with lm-eval's."""
     from eval.benchmarks.mbpp import lm_eval_task
 
@@ -153,7 +144,7 @@ def test_lm_evals_own_prompt_and_stops(shared: None) -> None:
 
 
 @pytest.mark.slow
-def test_counts_are_eval_runs(shared: None, lm_eval: Any, eval_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_eval_runs(real_data: Path, lm_eval: Any, eval_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real decoder on the real model: the same tokens, and tpf, tau and nfe in lm-eval's results."""
     started: list[Row] = []
     start = Speculative.start
@@ -235,7 +226,7 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     [("gsm8k_zeroshot", [], ["add --apply"]), ("mbpp", ["--apply_chat_template"], ["leave out --apply"])],
 )
 def test_chat_prompts_are_chat_and_raw_ones_raw(
-    shared: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, flags: list[str],
+    real_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, flags: list[str],
     words: list[str],
 ) -> None:  # fmt: skip
     args = ["--model", "dspec", "--model_args", "target=tiny", "--tasks", f"dspec_{task}", "--limit", "1", *flags]
@@ -243,7 +234,7 @@ def test_chat_prompts_are_chat_and_raw_ones_raw(
 
 
 @pytest.mark.slow
-def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, shared: None) -> None:
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, real_data: Path) -> None:
     """A ValueError that is not about lm-eval's arguments is a fault of ours, not of the user's."""
 
     def broken(self: Any, *_: Any, **__: Any) -> None:
@@ -270,7 +261,7 @@ def test_a_task_of_lm_evals_own_without_a_network(
 
 
 @pytest.mark.slow
-def test_as_a_program(shared: None, tmp_path: Path) -> None:
+def test_as_a_program(real_data: Path, tmp_path: Path) -> None:
     """The whole command line in its own process, lm-eval's own tasks indexed beside ours."""
     args = [
         "--model",

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.decoding.any_subset import joint_log_density
 from dspec.errors import UserError
 
 pytest.importorskip("lm_eval")
@@ -76,7 +75,9 @@ def test_loglikelihood(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         lm._loglikelihood_tokens([(None, ids[:1], ids[: WINDOW + 1])])
 
 
-def test_an_any_subset_decoder_scores_by_its_joint_density(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_any_subset_decoder_scores_by_its_joint_density(
+    toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from eval.lm_model import DspecLM
 
     lm = DspecLM(**{"target": "tiny", "target.dtype": "float64", "decoder": "any_subset"})
@@ -85,7 +86,7 @@ def test_an_any_subset_decoder_scores_by_its_joint_density(monkeypatch: pytest.M
 
     def joint(context: list[int], tokens: list[int]) -> float:
         length = len(context) + len(tokens)
-        return float(joint_log_density(lm.target, [*context, *tokens], range(length), len(context)).sum())
+        return float(toys.joint_log_density(lm.target, [*context, *tokens], range(length), len(context)).sum())
 
     ((value, _),) = lm._loglikelihood_tokens([(None, ids[:10], ids[10:])])
     assert value == pytest.approx(joint(ids[:10], ids[10:]), abs=1e-9)

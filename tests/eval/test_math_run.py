@@ -12,17 +12,15 @@ from eval.benchmarks.competition import Math500
 from eval.sandbox import function_process
 
 PAUSES = (1, 2, 20)  # before these verdicts
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared")
+@pytest.mark.usefixtures("real_data")
 def test_a_pause_between_verdicts_changes_none(
     eval_run: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The process's alarm is shortened to a second, the pauses are a little longer."""
     pytest.importorskip("math_verify")
-    monkeypatch.setenv("DSPEC_DATA", str(DATA))
     rows = math500_rows().rows[:40]
     answers = [other["answer"] if i % 4 == 3 else f"{row['answer']}+0" for i, (row, other) in enumerate(pairs(rows))]
     scripted({r["problem"]: f"\\boxed{{{a}}}" for r, a in zip(rows, answers, strict=True)})

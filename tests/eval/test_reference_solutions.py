@@ -17,8 +17,6 @@ from eval.sandbox.sandbox import Sandbox, available_layers
 
 needs_landlock = pytest.mark.skipif("landlock" not in available_layers(), reason="no Landlock")
 ROOT = Path(__file__).parent.parent.parent
-DATA = Path(os.environ.get("DSPEC_DATA", ROOT.parent / "shared" / "data"))
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="no ../shared")
 FILES = {
     "humaneval": "humaneval",
     "mbpp": "mbpp",
@@ -34,7 +32,7 @@ def judge() -> Judge:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    with gzip.open(DATA / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+    with gzip.open(Path(os.environ["DSPEC_DATA"]) / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
@@ -86,14 +84,14 @@ def _solution(row: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @needs_landlock
-@needs_data
+@pytest.mark.usefixtures("real_data")
 @pytest.mark.parametrize(("name", "also"), [("humaneval", ["HumanEval/38"]), ("mbpp", ["126", "367"])])
 def test_some_reference_solutions_pass(check: Check, name: str, also: list[str]) -> None:
     check(name, every=41, also=also, failures=set())
 
 
 @needs_landlock
-@needs_data
+@pytest.mark.usefixtures("real_data")
 def test_solutions_that_share_names_or_objects_with_their_test_pass() -> None:
     j = judge()
     chosen = [row for row in rows("humaneval") if re.search("/(32|38|50)$", row["task_id"])]
@@ -103,7 +101,7 @@ def test_solutions_that_share_names_or_objects_with_their_test_pass() -> None:
 
 
 @needs_landlock
-@needs_data
+@pytest.mark.usefixtures("real_data")
 def test_reference_solutions_fail_each_others_tests() -> None:
     """And the judge says no when it should: neighbours' solutions, renamed."""
     j, tasks = judge(), rows("humaneval")[:6]
@@ -115,7 +113,7 @@ def test_reference_solutions_fail_each_others_tests() -> None:
 
 @pytest.mark.slow
 @needs_landlock
-@needs_data
+@pytest.mark.usefixtures("real_data")
 @pytest.mark.parametrize(
     ("name", "every", "failures"),
     [

@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from dspec.config.compose import ROOT
-from dspec.decoding.likelihood import Continuation, log_likelihoods
 from dspec.errors import UserError
+from dspec.likelihood import Continuation, log_likelihoods
 from dspec.models.language_model import embedded_target
 from eval.benchmarks.likelihood import HellaSwag, Lambada, Question
 from eval.likelihood.run import encode

@@ -10,7 +10,7 @@ import torch
 from transformers import XLNetConfig, XLNetLMHeadModel
 
 from data.embedded.target import fresh_xlnet
-from dspec.decoding.any_subset import RowQuery, query_logits
+from dspec.decoding.any_subset.queries import RowQuery, query_logits
 from dspec.errors import UserError
 from dspec.methods.ar_base import ARBase
 from dspec.models.draft import build_draft

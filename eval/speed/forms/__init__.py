@@ -1,1 +1,1 @@
-"""dspec's optimised forms against plain ones: `python -m eval.benchmarks_speed`."""
+"""dspec's optimised forms against plain ones: `python -m eval.speed.forms`."""

@@ -1,7 +1,7 @@
 """What dspec's optimised forms of the heavy parts save: each against its plain form, alternating in one process.
 
-    python -m eval.benchmarks_speed                      (all, on the CPU; minutes)
-    python -m eval.benchmarks_speed --only step prefill  (cases whose name starts with these)
+    python -m eval.speed.forms                      (all, on the CPU; minutes)
+    python -m eval.speed.forms --only step prefill  (cases whose name starts with these)
 
 Times are medians over repeats in which the two forms alternate; a ratio below 1 is a gain. Peak memory is what one
 call adds to the resident memory of a separate process (Linux: VmHWM after it minus VmRSS before it), for cases where
@@ -117,7 +117,7 @@ def added_memory(build: Build, dtype: torch.dtype, form: str) -> float:
 
 def _peak(name: str, dtype: str, form: str, args: argparse.Namespace) -> float:
     """`added_memory` in a separate process."""
-    command = [sys.executable, "-m", "eval.benchmarks_speed", "--peak", name, dtype, form]
+    command = [sys.executable, "-m", "eval.speed.forms", "--peak", name, dtype, form]
     command += ["--threads", str(args.threads), *(["--small"] if args.small else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -182,11 +182,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m eval.benchmarks_speed", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m eval.speed.forms", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose name starts with these (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each form (default: 5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads (default: torch's)")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks_speed.json"), help="the JSON file")
+    parser.add_argument("--out", type=Path, default=Path("runs/speed_forms.json"), help="the JSON file")
     parser.add_argument("--small", action="store_true", help="tiny sizes: a smoke test, no timing")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # one form's memory, in a separate process
     args = parser.parse_args(argv)

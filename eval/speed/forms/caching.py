@@ -1,4 +1,4 @@
-"""Any-subset decoding with its cache and without: a pair of `python -m eval.benchmarks_speed`.
+"""Any-subset decoding with its cache and without: a pair of `python -m eval.speed.forms`.
 
 A whole text is decoded, end to end. The model is trained where drafts are accepted or rejected, so that there are as
 many passes as with real texts; both forms have the same passes and tokens.
@@ -14,7 +14,8 @@ import torch
 from data.embedded.corpus import generate
 from data.embedded.target import fresh_xlnet
 from dspec.decoding import any_subset
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig, RowQuery, query_logits
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.queries import RowQuery, query_logits
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling

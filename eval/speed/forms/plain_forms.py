@@ -1,4 +1,4 @@
-"""What `python -m eval.benchmarks_speed` measures: pairs of forms with the same result, the plain one and dspec's.
+"""What `python -m eval.speed.forms` measures: pairs of forms with the same result, the plain one and dspec's.
 
 The plain forms are short references that exist only here; dspec's are called unchanged. Models are random: the
 measurements do not depend on weights.

@@ -71,7 +71,7 @@ def some(
 
 
 def trace(generation: Generation) -> tuple:
-    """What must not depend on company or caches."""
+    """What must not depend on the batch or caches."""
     made = [(p.kind, p.committed, p.filled, p.beyond, p.branches) for p in generation.passes]
     return generation.tokens, generation.stopped, made
 
@@ -249,7 +249,7 @@ def test_a_request_gives_what_it_gives_alone(toys: SimpleNamespace, way: str, at
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("shift", [False, True])
-def test_caches_of_a_block_in_company(toys: SimpleNamespace, cache: str, shift: bool) -> None:
+def test_caches_of_a_block_in_a_batch(toys: SimpleNamespace, cache: str, shift: bool) -> None:
     target, these = model(toys, 4, shift=shift), some(4, 7, samplings=[GREEDY, WARM])
     one = decoder(target, attention="full", cache=cache, append_ratio=1.0)
     alone = [trace(decode(one, [request])[0]) for request in these]

@@ -10,8 +10,6 @@ import pytest
 from eval.sandbox.judge import Judge, Verdict
 from eval.sandbox.sandbox import Sandbox, available_layers
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-
 
 class RecordingJudge(Judge):
     """Remembers the programs that it was asked about."""
@@ -50,12 +48,3 @@ def write() -> Callable[..., None]:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     return call
-
-
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """$DSPEC_DATA with the real files."""
-    if not SHARED.is_dir():
-        pytest.skip("no ../shared")
-    monkeypatch.setenv("DSPEC_DATA", str(SHARED))
-    return SHARED

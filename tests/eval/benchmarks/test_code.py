@@ -170,7 +170,7 @@ def test_mbpp_in_chat(folder: Path, write: Write, judge: Any) -> None:
         Mbpp(judge=judge, shots=3, chat=True, **SETTINGS)
 
 
-def test_mbpp_prompt_is_lm_evals(shared: Path, judge: Any) -> None:
+def test_mbpp_prompt_is_lm_evals(real_data: Path, judge: Any) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.utils import apply_template
 
@@ -217,7 +217,7 @@ def test_missing_field_names_file_and_line(folder: Path, write: Write, judge: An
 
 
 @pytest.mark.slow
-def test_real_canonical_solutions_pass_and_broken_ones_fail(shared: Path, judge: Any) -> None:
+def test_real_canonical_solutions_pass_and_broken_ones_fail(real_data: Path, judge: Any) -> None:
     settings = SETTINGS | {"limit": 12, "seed": 1}
     for benchmark in (HumanEval(judge=judge, chat=False, **settings), Infilling(judge=judge, chat=False, **settings)):
         for item in benchmark.items():
@@ -231,7 +231,7 @@ def test_real_canonical_solutions_pass_and_broken_ones_fail(shared: Path, judge:
 
 
 @pytest.mark.slow
-def test_real_mbpp_solutions_pass(shared: Path, judge: Any) -> None:
+def test_real_mbpp_solutions_pass(real_data: Path, judge: Any) -> None:
     pytest.importorskip("lm_eval")
     benchmark = Mbpp(judge=judge, shots=3, chat=False, limit=60, seed=1, max_new_tokens=8)
     wanted = [*benchmark.items(), Item("mbpp/367", "")]  # 367 has set-up code

@@ -12,8 +12,6 @@ from dspec.errors import UserError
 from eval.benchmarks import equivalence
 from eval.benchmarks.competition import Math, Math500, last_boxed
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared")
 SETTINGS: dict[str, Any] = {
     "shots": 0, "chat": True, "timeout_s": 20.0, "limit": None, "seed": None, "max_new_tokens": 8,
 }  # fmt: skip
@@ -172,10 +170,9 @@ def test_a_solution_without_box_is_named(folder: Path) -> None:
         Math(without_math500=False, **SETTINGS)
 
 
-@needs_shared
+@pytest.mark.usefixtures("real_data")
 def test_real_math(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify")
-    monkeypatch.setenv("DSPEC_DATA", str(SHARED))
     rest, small = Math(without_math500=True, **SETTINGS), Math500(**SETTINGS | {"shots": 4})
     assert (len(rest.items()), len(small.items())) == (4500, 500)
     train = {same_problem(r["problem"]) for r in math_rows("train").rows}
@@ -189,13 +186,12 @@ def test_real_math(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@needs_shared
+@pytest.mark.usefixtures("real_data")
 def test_agrees_with_math_verify_on_real_references(
     monkeypatch: pytest.MonkeyPatch, same: equivalence.Equivalence
 ) -> None:
     from math_verify import parse, verify
 
-    monkeypatch.setenv("DSPEC_DATA", str(SHARED))
     golds = [r["answer"] for r in math500_rows().rows[:120] if "%" not in r["answer"]]
     pairs = list(zip(golds, [*golds[1:], golds[0]], strict=True))
     pairs += [(gold, gold.replace("\\frac", "\\dfrac").replace("\\left", "")) for gold in golds]

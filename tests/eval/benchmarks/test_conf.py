@@ -27,7 +27,7 @@ NEEDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_shipped_benchmark_builds(
-    path: Path, shared: Path, judge: Any, tmp_path: Path, write: Callable[..., None]
+    path: Path, real_data: Path, judge: Any, tmp_path: Path, write: Callable[..., None]
 ) -> None:
     write(tmp_path / "my.jsonl", *({"prompt": f"q{i}", "answer": i} for i in range(21)))
     own = [f"benchmark.jsonl.path={tmp_path}/my.jsonl"] if path.stem == "jsonl" else []

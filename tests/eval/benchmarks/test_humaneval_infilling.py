@@ -273,7 +273,7 @@ def test_left_to_right_is_for_all_decoders(target: LanguageModel, benchmark_of: 
 
 
 @pytest.mark.slow
-def test_real_references_pass_and_are_exact(shared: Path, judge: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_real_references_pass_and_are_exact(real_data: Path, judge: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     for split, count in (("single_line", 1033), ("multi_line", 5815), ("random_span_light", 164)):
         benchmark = HumanEvalInfilling(judge=judge, split=split, left_to_right=False, **EXTENT)
         items = benchmark.items()

@@ -175,7 +175,7 @@ def _variants(prompt: str, solution: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_sanitising_is_evalplus_own(shared: Path, judge: Any) -> None:
+def test_sanitising_is_evalplus_own(real_data: Path, judge: Any) -> None:
     from evalplus.sanitize import sanitize
 
     count = 0
@@ -189,14 +189,14 @@ def test_sanitising_is_evalplus_own(shared: Path, judge: Any) -> None:
 
 
 @pytest.mark.slow
-def test_real_data_is_whole(shared: Path, judge: Any) -> None:
+def test_real_data_is_whole(real_data: Path, judge: Any) -> None:
     human, basic = HumanEvalPlus(judge=judge, chat=False, **SETTINGS), MbppPlus(judge=judge, chat=False, **SETTINGS)
     assert (len(human.items()), len(basic.items())) == (164, 378)
     assert isinstance(basic._rows["Mbpp/2"]["base_input"][0][0], tuple)  # evalplus restores what JSON cannot hold
 
 
 @pytest.mark.slow
-def test_verdicts_agree_with_evalplus(shared: Path, judge: Any) -> None:
+def test_verdicts_agree_with_evalplus(real_data: Path, judge: Any) -> None:
     """Canonical solutions and broken ones, every problem with an oracle of its own among them."""
     from evalplus.eval import PASS, untrusted_check
 
@@ -223,7 +223,7 @@ def test_verdicts_agree_with_evalplus(shared: Path, judge: Any) -> None:
 
 
 @pytest.mark.slow
-def test_known_failures_are_named_and_still_so(shared: Path, judge: Any) -> None:
+def test_known_failures_are_named_and_still_so(real_data: Path, judge: Any) -> None:
     benchmark = MbppPlus(judge=judge, chat=True, **SETTINGS)
     assert set(benchmark.source()["known_failures"]) == {"Mbpp/255", "Mbpp/630"}
     item, row = next((i, benchmark._rows[i.id]) for i in benchmark.items() if i.id == "Mbpp/630")
@@ -232,7 +232,7 @@ def test_known_failures_are_named_and_still_so(shared: Path, judge: Any) -> None
 
 
 @pytest.mark.slow
-def test_what_needs_too_much_memory_is_not_run(shared: Path, judge: Any) -> None:
+def test_what_needs_too_much_memory_is_not_run(real_data: Path, judge: Any) -> None:
     benchmark = MbppPlus(judge=judge, chat=True, **SETTINGS)
     item = next(i for i in benchmark.items() if i.id == "Mbpp/255")
     row = benchmark._rows[item.id]

@@ -20,7 +20,7 @@ from eval.rows import mean_and_error, score_means
 from eval.samples import Sample, read_samples
 
 SELF = [Pass("prefill", 1), Pass("verify", 2, drafted=4, accepted=1), Pass("decode", 1), Pass("verify", 1, drafted=2)]
-NGRAM = [Pass("draft"), Pass("prefill", 2, drafted=4, accepted=1), Pass("draft"), Pass("verify", 1, drafted=3)]
+NGRAM = [Pass("auxiliary"), Pass("prefill", 2, drafted=4, accepted=1), Pass("auxiliary"), Pass("verify", 1, drafted=3)]
 PPL = {"any_subset": [10.0, 14.0, 12.5, 20.0, 9.0], "assd": [11.0, 13.0, 12.0, 26.0, 9.5]}
 
 

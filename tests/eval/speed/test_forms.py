@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dspec.models.language_model import LanguageModel, ModelOutput
-from eval.speed.forms import __main__ as benchmarks_speed
+from eval.speed.forms import __main__ as forms
 from eval.speed.forms.__main__ import added_memory, cases, main
 
 SMALL = cases(small=True)
@@ -59,8 +59,8 @@ def test_without_a_cache_every_pass_computes_the_whole_text(name: str, monkeypat
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(benchmarks_speed, "check_bfloat16", lambda: None)
-    monkeypatch.setattr(benchmarks_speed, "_peak", lambda name, dtype, form, args: {"plain": 80.0, "ours": 20.0}[form])
+    monkeypatch.setattr(forms, "check_bfloat16", lambda: None)
+    monkeypatch.setattr(forms, "_peak", lambda name, dtype, form, args: {"plain": 80.0, "ours": 20.0}[form])
     threads = str(torch.get_num_threads())
     arguments = ["--small", "--repeats", "2", "--threads", threads, "--out", str(tmp_path / "out.json")]
     main([*arguments, "--only", "loss V=152k", "LM head, 3 rows, V=32000"])
@@ -82,7 +82,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not benchmarks_speed._STATUS.is_file(), reason="no /proc")
+@pytest.mark.skipif(not forms._STATUS.is_file(), reason="no /proc")
 def test_added_memory() -> None:
     """A form that needs 64 MiB is seen to."""
 

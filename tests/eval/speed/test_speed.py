@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
+from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import Generation, Pass, Request, make_requests
 from dspec.decoding.loop import decode
@@ -162,7 +162,7 @@ def test_filling_in_is_profiled_at_the_positions_asked_for(toys: SimpleNamespace
     """Positions are cut with the tokens where only the first token is wanted."""
     target = toys.target()
     holes = [replace(r, positions=[0, 3, 5, 1, 2, 4, 6]) for r in _greedy([[1, 2, 3], [4, 5, 6]], 4)]
-    config = AnySubsetConfig(num_drafts=1, draft="self", bonus=False, tolerance=0.0)
+    config = AnySubsetConfig(num_drafts=1, drafted_by="model", bonus=False, tolerance=0.0)
     assert round_profile(AnySubset(target=target, config=config), holes, device=CPU, batch_size=2)["rounds"] == 2 * 3
 
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.decoding import any_subset, ngram
+from dspec.decoding.any_subset import bigrams
+from dspec.decoding.any_subset import decoder as any_subset
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
@@ -107,7 +108,7 @@ def output_distributions(decoder: Any, requests: Sequence[Request], patch: pytes
         outcomes = ScriptedOutcomes([script for _, script in todo])
         patch.setattr(any_subset, "query_logits", outcomes.query_logits)
         patch.setattr(any_subset, "draw", outcomes.draw)
-        patch.setattr(ngram, "draw", outcomes.draw)
+        patch.setattr(bigrams, "draw", outcomes.draw)
         patch.setattr(any_subset, "verify_sampled", outcomes.verify)
         rows = [Request(**vars(requests[i]) | {"seed": row}) for row, (i, _) in enumerate(todo)]
         for (i, _), made, weight in zip(todo, decode(decoder, rows), outcomes.weight, strict=True):
@@ -167,7 +168,7 @@ LENGTHS = [(2, 4, 5, WARPED), (3, 4, 2, WARM), (4, 4, 3, WARPED), (5, 3, 2, WARP
 
 
 @pytest.mark.parametrize("bonus", [False, True])
-@pytest.mark.parametrize("draft", ["self", "ngram"])
+@pytest.mark.parametrize("drafted_by", ["model", "bigrams"])
 @pytest.mark.parametrize(
     ("backbone", "length", "vocab", "k", "sampling"),
     [("target", *case) for case in LENGTHS] + [("xlnet", 3, 4, 2, WARM), ("xlnet", 4, 3, 3, WARPED)],
@@ -180,12 +181,12 @@ def test_theorem_2(
     vocab: int,
     k: int,
     sampling: Sampling,
-    draft: str,
+    drafted_by: str,
     bonus: bool,
 ) -> None:
     target = getattr(toys, backbone)(seed=length, vocab=vocab, layers=2, hidden=8, scale=0.6)
     requests = every_prompt(length, vocab, sampling)
-    decoder = toys.any_subset(target=target, num_drafts=k, draft=draft, bonus=bonus)
+    decoder = toys.any_subset(target=target, num_drafts=k, drafted_by=drafted_by, bonus=bonus)
     for request, got in zip(requests, output_distributions(decoder, requests, monkeypatch), strict=True):
         assert math.isclose(sum(got.values()), 1, abs_tol=1e-12)
         assert gap(got, sequential_distribution(toys, target, request)) < 1e-12
@@ -205,6 +206,6 @@ def test_theorem_2_by_sampling(toys: SimpleNamespace) -> None:
             counts[tuple(made.tokens)] = counts.get(tuple(made.tokens), 0.0) + 1
         return chi_square(counts, expected)
 
-    assert distance(draft="self", bonus=True) < 4
-    assert distance(draft="ngram") < 4
-    assert distance(draft="ngram", tolerance=0.3) > 20
+    assert distance(drafted_by="model", bonus=True) < 4
+    assert distance(drafted_by="bigrams") < 4
+    assert distance(drafted_by="bigrams", tolerance=0.3) > 20

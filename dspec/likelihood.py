@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspec.decoding.any_subset import RowQuery, query_logits
+from dspec.decoding.any_subset.queries import RowQuery, query_logits
 from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import require_causal
@@ -49,13 +49,13 @@ def log_likelihoods(model: AnySubsetModel, texts: Sequence[Continuation], *, any
     """
     for number, text in enumerate(texts):
         check_text(model, text, number, any_subset=any_subset)
-    found = []
+    likelihoods = []
     logits = _any_subset_logits(model, texts) if any_subset else _causal_logits(model, texts)
     for text, logits_LV in zip(texts, logits, strict=True):
         label = torch.tensor(list(text.tokens), device=logits_LV.device)
         log_probs = logits_LV.to(widest(logits_LV.device)).log_softmax(-1).gather(-1, label[:, None])[:, 0]
-        found.append(Likelihood(log_probs.cpu(), bool((logits_LV.argmax(-1) == label).all())))
-    return found
+        likelihoods.append(Likelihood(log_probs.cpu(), bool((logits_LV.argmax(-1) == label).all())))
+    return likelihoods
 
 
 def longest(model: AnySubsetModel, *, any_subset: bool) -> int:

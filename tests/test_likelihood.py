@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dspec.decoding.any_subset import joint_log_density
 from dspec.decoding.generation import Request
-from dspec.decoding.likelihood import Continuation, log_likelihoods
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
+from dspec.likelihood import Continuation, log_likelihoods
 from dspec.models.language_model import LanguageModel
 
 
@@ -54,7 +53,7 @@ def test_an_any_subset_text_has_its_joint_density(model: LanguageModel, toys: Si
     texts = continuations(8)
     for text, found in zip(texts, log_likelihoods(model, texts, any_subset=True), strict=True):
         ids, first = [*text.context, *text.tokens], len(text.context)
-        joint = joint_log_density(model, ids, range(len(ids)), first)
+        joint = toys.joint_log_density(model, ids, range(len(ids)), first)
         torch.testing.assert_close(found.log_probs, joint, rtol=0, atol=1e-10)
         for i, token in enumerate(text.tokens):
             law = toys.conditional(model, ids[: first + i], range(len(ids)), prompt=first, place=first + i)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from dspec.decoding.any_subset.sigma_gpt import SigmaGPT
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY, Sampling, Streams, draw
-from dspec.decoding.sigma_gpt import SigmaGPT
 from dspec.errors import UserError
 
 WARM = Sampling(temperature=0.8, top_p=1.0)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspec.decoding import any_subset
-from dspec.decoding.any_subset import DRAFTS, RowQuery, joint_log_density, query_logits
+from dspec.decoding.any_subset import decoder as any_subset
+from dspec.decoding.any_subset.bigrams import Bigrams
+from dspec.decoding.any_subset.decoder import DRAFTS
+from dspec.decoding.any_subset.queries import RowQuery, query_logits
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.loop import decode
-from dspec.decoding.ngram import Bigrams
 from dspec.decoding.sampling import GREEDY, Sampling
 from dspec.decoding.state import State
 from dspec.errors import UserError
@@ -24,11 +25,11 @@ VOCAB = 9
 SAMPLINGS = (GREEDY, Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.3, top_p=1.0))
 KINDS: dict[str, dict[str, Any]] = {
     "sequential": {"num_drafts": 1},
-    "self": {"num_drafts": 4},
+    "model": {"num_drafts": 4},
     "self, bonus": {"num_drafts": 3, "bonus": True},
-    "ngram": {"num_drafts": 3, "draft": "ngram"},
-    "ngram, bonus": {"num_drafts": 2, "draft": "ngram", "bonus": True},
-    "ngram of one": {"num_drafts": 1, "draft": "ngram"},
+    "bigrams": {"num_drafts": 3, "drafted_by": "bigrams"},
+    "bigrams, bonus": {"num_drafts": 2, "drafted_by": "bigrams", "bonus": True},
+    "bigrams of one": {"num_drafts": 1, "drafted_by": "bigrams"},
     "tolerant": {"num_drafts": 4, "tolerance": 0.2},
 }
 LOSSLESS = [kind for kind in KINDS if kind != "tolerant"]
@@ -167,8 +168,8 @@ def test_lemma_1_does_not_hold_for_bigrams(toys: SimpleNamespace) -> None:
     _, probs = bigrams.draft(request.positions[n : n + 1], uniform, vocab=VOCAB, dtype=torch.float64)
     oracle = toys.conditional(target, request.ids, request.positions, prompt=n, place=n).softmax(-1)
     assert (probs[0] - oracle).abs().sum() > 0.2
-    for made in decode(toys.any_subset(target=target, num_drafts=3, draft="ngram"), infilling(toys, 5)):
-        assert all(p.drafted > 0 for p in made.passes if p.kind != "draft")
+    for made in decode(toys.any_subset(target=target, num_drafts=3, drafted_by="bigrams"), infilling(toys, 5)):
+        assert all(p.drafted > 0 for p in made.passes if p.kind != "auxiliary")
 
 
 @torch.no_grad()
@@ -205,16 +206,16 @@ def test_density_in_one_pass_is_the_sequential_one(toys: SimpleNamespace, seed: 
             toys.conditional(target, ids[:place], request.positions, prompt=m, place=place).log_softmax(-1)[ids[place]]
             for place in range(m, len(ids))
         ]
-        got = joint_log_density(target, ids, request.positions, m)
+        got = toys.joint_log_density(target, ids, request.positions, m)
         torch.testing.assert_close(got, torch.stack(expected), rtol=0, atol=1e-10)
 
 
 def test_a_density_sums_to_one(toys: SimpleNamespace) -> None:
     """Over the texts without the mask token, whose probability is given to the others."""
     target = toys.target(vocab=4, layers=2, hidden=8)
-    total = sum(joint_log_density(target, [1, x, y], [1, 0, 2], 1).sum().exp() for x in range(3) for y in range(3))
+    total = sum(toys.joint_log_density(target, [1, x, y], [1, 0, 2], 1).sum().exp() for x in range(3) for y in range(3))
     assert abs(total - 1) < 1e-12
-    assert joint_log_density(target, [1, 3, 0], [1, 0, 2], 1)[0] == -torch.inf
+    assert toys.joint_log_density(target, [1, 3, 0], [1, 0, 2], 1)[0] == -torch.inf
 
 
 # ---- the output of a row
@@ -233,7 +234,7 @@ def test_theorem_1(toys: SimpleNamespace, kind: str, seed: int) -> None:
             ):
                 assert len(made.tokens) == request.max_new_tokens
                 assert made.nfe <= len(made.tokens)
-                assert all(p.committed for p in made.passes if p.kind != "draft")
+                assert all(p.committed for p in made.passes if p.kind != "auxiliary")
                 if settings["num_drafts"] == 1:
                     assert made.nfe == len(made.tokens) or settings.get("bonus")
 
@@ -335,21 +336,21 @@ def test_passes_are_counted_apart(toys: SimpleNamespace, monkeypatch: pytest.Mon
         shapes.clear()
         made = decode(toys.any_subset(target=target, **settings), infilling(toys, 4, 6))
         for one in made:
-            big = [p for p in one.passes if p.kind != "draft"]
-            ngram = settings.get("draft") == "ngram"
-            assert [p.kind for p in big].count("prefill") == 1 - ngram == one.prefill_forwards
-            assert big[0].kind == ("verify" if ngram else "prefill")
+            big = [p for p in one.passes if p.kind != "auxiliary"]
+            from_bigrams = settings.get("drafted_by") == "bigrams"
+            assert [p.kind for p in big].count("prefill") == 1 - from_bigrams == one.prefill_forwards
+            assert big[0].kind == ("verify" if from_bigrams else "prefill")
             assert sum(p.committed for p in big) == len(one.tokens)
             assert one.nfe == len(big)
-            assert one.draft_forwards == (len(big) if ngram else 0)
+            assert (one.draft_forwards, one.auxiliary_forwards) == (0, len(big) if from_bigrams else 0)
             assert all((p.drafted > 0) == (p.kind == "verify") for p in big)
-            assert {p.kind for p in big} == {"verify"} or not ngram
+            assert {p.kind for p in big} == {"verify"} or not from_bigrams
             assert all(p.accepted <= p.drafted < 5 for p in big)
             for p in big:  # and one more token, unless all drafts were accepted without a bonus
                 assert p.accepted <= p.committed <= p.accepted + 1
                 if not settings.get("bonus") and p.drafted and p.accepted == p.drafted:
                     assert p.committed == p.accepted
-        after_prefill = shapes if settings.get("draft") == "ngram" else shapes[1:]
+        after_prefill = shapes if settings.get("drafted_by") == "bigrams" else shapes[1:]
         assert sum(g.positions_computed for g in made) == sum(after_prefill)
 
 
@@ -386,9 +387,9 @@ def test_a_tolerance_accepts_more(toys: SimpleNamespace, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(any_subset, "verify_sampled", recorded)
     requests = [r for r in infilling(toys, 2, 9) if r.max_new_tokens > 2]
-    for draft in ("self", "ngram"):
-        made = decode(toys.any_subset(target=target, num_drafts=3, draft=draft, tolerance=1.0), requests)
-        plain = decode(toys.any_subset(target=target, num_drafts=3, draft=draft), requests)
+    for drafted_by in ("model", "bigrams"):
+        made = decode(toys.any_subset(target=target, num_drafts=3, drafted_by=drafted_by, tolerance=1.0), requests)
+        plain = decode(toys.any_subset(target=target, num_drafts=3, drafted_by=drafted_by), requests)
         for request, one, without in zip(requests, made, plain, strict=True):
             if request.sampling.greedy:
                 assert outcome(one) == outcome(without)
@@ -468,7 +469,7 @@ def test_refusals(toys: SimpleNamespace) -> None:
         ({"num_drafts": 0}, "num_drafts >= 1, not 0"),
         ({"num_drafts": 2, "tolerance": -0.1}, "tolerance=-0.1 must be at least 0"),
         ({"num_drafts": 2, "tolerance": float("nan")}, "tolerance=nan"),
-        ({"num_drafts": 2, "draft": "bigram"}, "not bigram"),
+        ({"num_drafts": 2, "drafted_by": "bigram"}, "drafted_by=bigram"),
     ):
         with pytest.raises(UserError, match=message):
             toys.any_subset(target=target, **settings)
@@ -477,7 +478,7 @@ def test_refusals(toys: SimpleNamespace) -> None:
         with pytest.raises(UserError, match=r"no mask token .*set target\.mask_token=<.*target\.mask_token=add"):
             toys.any_subset(target=target, num_drafts=2)
         with pytest.raises(UserError, match="no mask token"):
-            joint_log_density(target, [1, 2], [0, 1], 1)
+            toys.joint_log_density(target, [1, 2], [0, 1], 1)
 
 
 def test_refusals_of_densities(toys: SimpleNamespace) -> None:
@@ -489,7 +490,7 @@ def test_refusals_of_densities(toys: SimpleNamespace) -> None:
         (1, [0], "1 positions for 1 visible"),
     ):
         with pytest.raises(UserError, match=message):
-            joint_log_density(target, [1, 2], positions, prompt)
+            toys.joint_log_density(target, [1, 2], positions, prompt)
 
 
 def test_other_decoders_refuse_positions(toys: SimpleNamespace) -> None:
@@ -514,7 +515,7 @@ def test_other_decoders_refuse_positions(toys: SimpleNamespace) -> None:
 
 
 def test_a_step_of_rows_that_are_all_done(toys: SimpleNamespace) -> None:
-    for kind in ("self", "ngram"):
+    for kind in ("model", "bigrams"):
         for sampling in SAMPLINGS[:2]:
             decoder = toys.any_subset(target=model(toys), **KINDS[kind])
             state = decoder.start([Request(ids=[1], sampling=sampling, max_new_tokens=1, stop_ids=(), seed=0)])

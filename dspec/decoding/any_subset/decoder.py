@@ -2,21 +2,14 @@
 
 One token per forward pass (sequential decoding), or several (Any-Subset Speculative Decoding, ASSD).
 
-A *position* is an index in the text. A *place* is an index in the order of generation, in which the prompt's tokens
-come first; the token at place i is at position positions[i] of the text. A *slot* is an index among the drafts of a
-pass. A *position query* is an input without content, the mask token's embedding at the position of a place: its output
-is the distribution of that place's token, given the tokens at all places before the query's *limit*.
-
 An oracle query's limit is its own place; draft queries have the first unknown place as their common limit. For the
 first of them both are the same, so its token is drawn from the oracle's distribution and needs no verification
 (Lemma 1). The others are verified in the next pass by rejection sampling. Every pass commits at least one token
 (Theorem 1), and the output has exactly the distribution of sequential decoding (Theorem 2), which is ASSD with one
-draft. N-gram drafts need no pass of the model and are all verified (Algorithm 2). The mask token is never generated:
-its logit is -inf.
+draft. Drafts from bigrams need no pass of the model and are all verified (Algorithm 2).
 
-Source: arXiv 2504.20456.
-Legend: B = rows, L = inputs of a pass (a row's tokens, then its queries), Q = position queries, J = draft slots,
-U = uniforms that a row takes per pass, V = vocabulary.
+Source: arXiv 2504.20456. Words (place, query, limit, slot): dspec/decoding/any_subset/__init__.py.
+Legend: B = rows, Q = position queries, J = draft slots, U = uniforms that a row takes per pass, V = vocabulary.
 """
 
 from collections.abc import Sequence
@@ -26,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspec.decoding.any_subset.bigrams import Bigrams
+from dspec.decoding.any_subset.queries import RowQuery, check_infilling, positions_by_place, query_logits
 from dspec.decoding.generation import Generation, Kind, Pass, Request
-from dspec.decoding.loop import check_requests
-from dspec.decoding.ngram import Bigrams
 from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
-from dspec.models.cache import PositionCache
 from dspec.spans import span
 
 DRAFTS = "drafts"  # the part of the state that holds each row's unverified Drafts
@@ -43,89 +35,22 @@ _BIGRAMS = "bigrams"  # the part that holds each row's Bigrams
 
 @dataclass(frozen=True, kw_only=True)
 class AnySubsetConfig:
-    """`num_drafts` k tokens are drafted at a time (1: sequential decoding), by the model itself (`draft` "self") or
-    from the text's bigrams ("ngram"). `bonus`: a pass that verifies drafts also queries the token after them.
-    `tolerance` epsilon accepts a sampled draft if u < p/q + epsilon: lossy above 0."""
+    """`num_drafts` k tokens are drafted at a time (1: sequential decoding), `drafted_by` the model itself ("model") or
+    the text's bigrams ("bigrams"). `bonus`: a pass that verifies drafts also queries the token after them. `tolerance`
+    epsilon accepts a sampled draft if u < p/q + epsilon: lossy above 0."""
 
     num_drafts: int
-    draft: str
+    drafted_by: str
     bonus: bool
     tolerance: float
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1:
             raise UserError(f"any-subset decoding needs num_drafts >= 1, not {self.num_drafts}: 1 is sequential")
-        if self.draft not in ("self", "ngram"):
-            raise UserError(f"any-subset decoding drafts by draft=self (the model) or ngram, not {self.draft}")
+        if self.drafted_by not in ("model", "bigrams"):
+            raise UserError(f"drafted_by={self.drafted_by}: any-subset drafts come from the model or from bigrams")
         if not self.tolerance >= 0:
             raise UserError(f"tolerance={self.tolerance} must be at least 0 (0: lossless)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowQuery:
-    """One row's inputs of a pass: its tokens from place `start` on, then its position queries."""
-
-    tokens: Sequence[int]  # by place
-    start: int  # the keys and values of all places before it are in the cache
-    prompt: int  # tokens of the prompt
-    positions: Sequence[int]  # by place
-    queried: Sequence[int]  # the places of the queries
-    limits: Sequence[int]  # of the queries
-
-    @property
-    def width(self) -> int:
-        """Number of inputs."""
-        return len(self.tokens) - self.start + len(self.queried)
-
-
-def query_logits(model: AnySubsetModel, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
-    """Logits [B, Q, V] of the position queries, -inf for the mask token; undefined after a row's last query."""
-    B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.queried) for row in rows))
-    token_count_B = torch.tensor([len(row.tokens) - row.start for row in rows])
-    ids, positions, limits = (torch.zeros(B, L, dtype=torch.long) for _ in range(3))
-    queries, mask_token = torch.zeros(B, L, dtype=torch.bool), model.required_mask_token()
-    for b, row in enumerate(rows):
-        known = range(row.start, len(row.tokens))
-        ids[b, : len(known)] = torch.tensor(row.tokens[row.start :])
-        positions[b, : row.width] = torch.tensor([row.positions[place] for place in (*known, *row.queried)])
-        # a prompt token sees the whole prompt, a generated token all places up to its own
-        limits[b, : row.width] = torch.tensor([*(max(row.prompt, place + 1) for place in known), *row.limits])
-        queries[b, len(known) : row.width] = True
-    device = model.device
-    with span("target"):
-        hidden_BLD = model.any_subset(
-            ids.to(device),
-            positions_BL=positions.to(device),
-            limit_BL=limits.to(device),
-            query_BL=queries.to(device),
-            cache=cache,
-            start_B=[row.start for row in rows] if cache is not None else None,
-        )
-    with span("target LM head"):
-        query_BQ = (token_count_B[:, None] + torch.arange(Q)).clamp(max=L - 1)
-        logits = model.logits(hidden_BLD[torch.arange(B)[:, None], query_BQ])
-        logits[..., mask_token] = -torch.inf
-    return logits
-
-
-@torch.inference_mode()
-def joint_log_density(
-    model: AnySubsetModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int
-) -> Tensor:
-    """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
-    [len(ids) - prompt_length]. `ids` and `positions` are by place. The density that decoding is tested
-    against; likelihood.py scores batches. Raises UserError as decoding does."""
-    if not 1 <= prompt_length < len(ids):
-        raise UserError(
-            f"a prompt of {prompt_length} among {len(ids)} tokens: at least one must be visible, one scored"
-        )
-    _check_positions(model, 0, ids[:prompt_length], len(ids) - prompt_length, positions)
-    scored = range(prompt_length, len(ids))
-    tokens = ids[:-1]  # no query depends on the last token
-    row = RowQuery(tokens=tokens, start=0, prompt=prompt_length, positions=positions, queried=scored, limits=scored)
-    wide = torch.promote_types(model.dtype, torch.float32)
-    log_probs_QV = query_logits(model, [row])[0].to(wide).log_softmax(-1)
-    return log_probs_QV[torch.arange(len(scored)), torch.tensor(list(ids[prompt_length:]))]
 
 
 @dataclass(frozen=True)
@@ -150,9 +75,7 @@ class AnySubset:
         return sampling.to_dict() | asdict(self.config)
 
     def check(self, requests: Sequence[Request]) -> None:
-        check_requests(self.target, requests, any_order=True)
-        for i, request in enumerate(requests):
-            _check_positions(self.target, i, request.ids, request.max_new_tokens, _positions(request))
+        check_infilling(self.target, requests)
 
     @torch.inference_mode()
     def start(self, requests: Sequence[Request]) -> State:
@@ -163,7 +86,7 @@ class AnySubset:
             streams=Streams([r.seed for r in requests], self.target.device),
             parts={DRAFTS: PerRow(Drafts() for _ in requests)},
         )
-        if self.config.draft == "ngram":
+        if self.config.drafted_by == "bigrams":
             state.parts[_BIGRAMS] = PerRow(Bigrams() for _ in requests)
         with span("prefill"):
             self._advance(state, [0] * len(requests))
@@ -177,12 +100,12 @@ class AnySubset:
         """One pass over each row's tokens from place `starts` on, and its queries.
 
         Each pass takes 2k + 1 uniforms per row, used or not, so that a row's random numbers do not depend on the other
-        rows: k to draw or verify drafts, one to draw the token after them, k to draw n-gram drafts.
+        rows: k to draw or verify drafts, one to draw the token after them, k to draw drafts from bigrams.
         """
         k, samplings = self.config.num_drafts, state.samplings
         uniform_BU = None if samplings.greedy else state.streams.take(2 * k + 1)
         # 1. the drafts to verify: of the last pass, or of the bigrams
-        if self.config.draft == "ngram":
+        if self.config.drafted_by == "bigrams":
             with span("lookup"):
                 state.parts[DRAFTS][:] = self._lookup(
                     state, None if uniform_BU is None else uniform_BU[:, k + 1 :].cpu()
@@ -207,8 +130,8 @@ class AnySubset:
                 if row.done:
                     row.generation.idle_positions += width
                     continue
-                if self.config.draft == "ngram":
-                    row.generation.passes.append(Pass("draft"))
+                if self.config.drafted_by == "bigrams":
+                    row.generation.passes.append(Pass("auxiliary"))
                 tokens = drafts[b].tokens
                 token = next_tokens[b] if accepted[b] < len(queries[b].queried) else None
                 kind: Kind = "verify" if tokens else "decode" if row.generation.tokens else "prefill"
@@ -223,7 +146,7 @@ class AnySubset:
             if row.done:
                 drafts.append(Drafts())
                 continue
-            positions, n = _positions(row.request), len(row.text)
+            positions, n = positions_by_place(row.request), len(row.text)
             bigrams.update(row.text, positions)
             greedy = uniform_BJ is None or row.request.sampling.greedy
             tokens, probs = bigrams.draft(
@@ -237,7 +160,7 @@ class AnySubset:
 
     def _row_query(self, row: Row, drafts: Drafts, start: int) -> RowQuery:
         """Oracle queries for the drafts (and the bonus token), or draft queries for the next k tokens."""
-        known, positions = len(row.text), _positions(row.request)
+        known, positions = len(row.text), positions_by_place(row.request)
         count = len(drafts.tokens) + self.config.bonus if drafts.tokens else self.config.num_drafts
         queried = range(known, known if row.done else min(known + count, len(positions)))
         return RowQuery(
@@ -291,7 +214,7 @@ class AnySubset:
         """The drafts, after the next token, of rows that had none to verify; no drafts for the others."""
         counts = [0 if d.tokens else max(0, len(row.queried) - 1) for d, row in zip(drafts, queries, strict=True)]
         J = max(counts)
-        if not J or self.config.draft == "ngram":
+        if not J or self.config.drafted_by == "bigrams":
             return [Drafts()] * len(counts)
         if probs_BQV is None or uniform_BU is None:
             greedy = logits_BQV[:, 1 : 1 + J].argmax(-1).tolist()
@@ -313,30 +236,3 @@ def _stack_probs(drafts: Sequence[Drafts], slots: int, *, like: Tensor) -> Tenso
         else:
             probs_BJV[b, torch.arange(J), torch.tensor(d.tokens, dtype=torch.long)] = 1
     return probs_BJV
-
-
-def _positions(request: Request) -> Sequence[int]:
-    """The request's positions by place; from left to right if it names none."""
-    return range(len(request.ids) + request.max_new_tokens) if request.positions is None else request.positions
-
-
-def _check_positions(model: AnySubsetModel, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
-    """Raises UserError for positions that do not fit the tokens or the model; `i` is the request's index."""
-    if len(positions) != len(ids) + holes:
-        raise UserError(
-            f"request {i} has {len(positions)} positions for {len(ids)} visible tokens and {holes} to generate: "
-            "each needs one, the visible ones first"
-        )
-    if len(set(positions)) < len(positions):
-        twice = next(p for p in positions if list(positions).count(p) > 1)
-        raise UserError(f"request {i} has two tokens at position {twice}")
-    if wrong := [p for p in positions if not 0 <= p < model.max_positions]:
-        raise UserError(
-            f"request {i} has position {wrong[0]}, outside the context of {model.name!r} "
-            f"({model.max_positions} positions)"
-        )
-    if masked := [p for token, p in zip(ids, positions, strict=False) if token == model.mask_token_id]:
-        raise UserError(
-            f"request {i} shows the mask token at position {masked[0]}: leave it out of the visible tokens, and list "
-            "its position after theirs"
-        )
