@@ -63,6 +63,7 @@ def test_composed_config_is_the_reviewed_one(recipe: str) -> None:
         ("ar_base", 8),
         ("as_arm", 9),
         ("as_arm_text", 9),
+        ("dllm_base", 9),
     ],
 )
 def test_a_recipe_is_composed_from_few_files(recipe: str, most: int) -> None:
@@ -151,6 +152,7 @@ FORCING = {
 OWN = {
     "dspark": DRAFTER, "dflash": DRAFTER, "jacobi_forcing": FORCING, "cllm": FORCING,
     "as_arm": {"data.batch_size": 4, "optimizer.optimizer.lr": 1e-5},
+    "dllm_base": {"data.batch_size": 4, "optimizer.optimizer.lr": 1e-5},
 }  # fmt: skip
 
 
