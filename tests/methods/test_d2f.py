@@ -1,5 +1,6 @@
-"""D2F: the loss against loops, what student and teacher see, that adapters alone are trained, which bases are refused."""
+"""D2F: the loss against loops, what student and teacher see, that adapters alone learn, and which bases are refused."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from data.conversations import pad
 from dspec.errors import UserError
@@ -148,9 +152,9 @@ def test_before_training_the_distance_is_that_of_the_masks_alone(toys: SimpleNam
     trained = untrained(toy(toys, shift=False))
     answers = layout(trained, batch_of([(1, 2)]))
     everything = Noise(answers.slot_BL >= 0, torch.ones(answers.ids_BL.shape, dtype=torch.float64))
-    assert float(trained.loss_at(answers, everything).loss_sum) > 1e-3
+    assert float(trained.loss_at(answers, everything).loss_sum.detach()) > 1e-3
     whole = replace(answers, slot_BL=answers.slot_BL + 1, block_size=8)  # one block, the prompt included
-    assert float(trained.loss_at(whole, everything).loss_sum) == pytest.approx(0, abs=1e-12)
+    assert float(trained.loss_at(whole, everything).loss_sum.detach()) == pytest.approx(0, abs=1e-12)
 
 
 def test_mask_has_no_probability_and_no_gradient(toys: SimpleNamespace) -> None:
@@ -272,6 +276,57 @@ def test_training_brings_the_student_to_the_teacher(toys: SimpleNamespace) -> No
         optimizer.step()
         losses.append(float(output.loss_sum.detach()))
     assert losses[-1] < 0.1 * losses[0]
+
+
+class Wrapped(nn.Module):
+    """What DDP wraps: a method, called by its loss."""
+
+    def __init__(self, trained: D2F) -> None:
+        super().__init__()
+        self.trained = trained
+
+    def forward(self, batch: Batch, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        result = self.trained.loss(batch, generators=[generators(4)[row] for row in rows])
+        return result.loss_sum, result.weight
+
+
+def gradients(module: nn.Module, trained: D2F, rows: Sequence[int], *, ranks: int = 1) -> list[Tensor]:
+    """Of the global ratio, as training/lit_module.py takes it."""
+    whole = batch_of([(3, 6), (1, 2), (4, 9), (2, 5)])
+    loss_sum, weight = module(Batch(whole.ids_BL[rows], whole.supervised_BL[rows], row_numbers=rows), rows)
+    if ranks > 1:
+        dist.all_reduce(weight)
+    (loss_sum * ranks / weight).backward()
+    return [p.grad for p in trained.parameters() if p.requires_grad and p.grad is not None]
+
+
+def test_two_ranks_under_ddp_train_as_one(toys: SimpleNamespace, tmp_path: Path) -> None:
+    """The adapter is switched off and on again within the pass that DDP watches."""
+    one = method(toy(toys))
+    expected = gradients(Wrapped(one), one, [0, 1, 2, 3])
+
+    def child(rank: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        trained = method(toy(toys))
+        ranked = DistributedDataParallel(Wrapped(trained))
+        for _ in range(2):  # DDP would notice in the second pass what was missing in the first
+            trained.zero_grad()
+            found = gradients(ranked, trained, [rank, rank + 2], ranks=2)
+        torch.save(found, tmp_path / f"{rank}.pt")
+        os._exit(0)  # not through what pytest does at exit
+
+    started = [mp.get_context("fork").Process(target=child, args=(rank,)) for rank in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+        process.kill()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert len(found) == len(expected) > 0
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
 
 
 # ---- after training
