@@ -6,6 +6,7 @@ be mapped and unmapped at every operation. With p = softmax(draft logits z), q t
     d CE / dz = p - onehot(label)
     d sum_v |p_v - q_v| / dz = p * (s - sum_v p_v s_v)
     d KL(q || softmax(z / T)) / dz = (softmax(z / T) - q) / T
+    d KL(p || q) / dz = p * (log p - log q - KL(p || q))
 
 Legend: P = supervised positions, p = those of one chunk, D = width, V = vocabulary, M = statistics per row.
 """
@@ -238,6 +239,42 @@ def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterio
         teacher = torch.exp(log_teacher, out=teacher_logits)
         kl = log_teacher.sub_(log_student).mul_(teacher).sum(-1)
         grad = log_student.exp_().sub_(teacher).mul_((weight_p / temperature)[:, None]) if gradient else None
+        return weight_p * kl, torch.stack([kl, match], -1), grad
+
+    return criterion
+
+
+def distillation_loss(teacher_head_VD: Tensor, *, of_student: bool, banned: int) -> Criterion:
+    """KL(student || teacher) if `of_student`, else KL(teacher || student); both softmaxes leave the token `banned` out,
+    the teacher is detached.
+
+    The logits are the student's, the constants weight [p] and teacher hidden [p, D]; statistics are (KL, greedy
+    match) per row.
+    """
+
+    def criterion(
+        work: Workspace, logits_pV: Tensor, gradient: bool, weight_p: Tensor, teacher_pD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight_p, shape = weight_p.to(work.wide), logits_pV.shape
+        teacher_logits = work.logits(teacher_pD, teacher_head_VD, work.take("teacher", shape))
+        logits_pV[:, banned] = teacher_logits[:, banned] = -torch.inf
+        match = (logits_pV.argmax(-1) == teacher_logits.argmax(-1)).to(weight_p)
+        log_student = torch.log_softmax(logits_pV, -1, out=work.take("student", shape))
+        log_teacher = torch.log_softmax(teacher_logits, -1, out=logits_pV)
+        student = torch.exp(log_student, out=teacher_logits)
+        log_student[:, banned] = log_teacher[:, banned] = 0  # the probabilities stay 0: nothing is added below
+        if of_student:
+            ratio = log_student.sub_(log_teacher)
+            kl = (ratio * student).sum(-1)
+            grad = ratio.sub_(kl[:, None]).mul_(student) if gradient else None
+        else:
+            difference = torch.sub(log_teacher, log_student, out=log_student)
+            teacher = log_teacher.exp_()
+            teacher[:, banned] = 0
+            kl = difference.mul_(teacher).sum(-1)
+            grad = student.sub_(teacher) if gradient else None
+        if grad is not None:
+            grad.mul_(weight_p[:, None])
         return weight_p * kl, torch.stack([kl, match], -1), grad
 
     return criterion

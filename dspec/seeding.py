@@ -1,5 +1,7 @@
 """All seeds derived from a run's root seed: random draws depend on names and numbers, never on order.
 
+`low_discrepancy` takes the place of draws where successive rows should fill a range evenly.
+
 All of them are defined here so that no two uses share a stream by accident; tests/test_seeding.py pins the numbers.
 """
 
@@ -7,6 +9,7 @@ import hashlib
 
 import numpy as np
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # n * it mod 1 fills [0, 1) evenly over any stretch of n
 _VALIDATION = 2**31  # takes the place of the batch number, which follows it: validation never shares a training seed
 
 
@@ -43,6 +46,12 @@ def corpus_seed(seed: int, *, task: str, split: str, unseen: bool) -> str:
 def corpus_order_seed(seed: int, *, split: str) -> str:
     """For shuffling a split's examples across tasks."""
     return f"{seed}/corpus/{split}"
+
+
+def low_discrepancy(number: int, *, ratio: float = GOLDEN_RATIO) -> float:
+    """A number in [0, 1): any stretch of successive `number` fills that range evenly. Two quantities that go with the
+    same numbers need two irrational ratios."""
+    return number * ratio % 1
 
 
 def _mixed(*parts: int) -> int:

@@ -1,5 +1,7 @@
 """Which of a target's weights a method trains, and how the trained weights are merged into a plain model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -61,6 +63,21 @@ class LoRA:
             raise UserError('LoRA needs peft: pip install -e ".[lora]", or use method/tuning=full') from error
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
         inject_adapter_in_model(config, target.model)
+
+    @contextmanager
+    def disabled(self, target: AnySubsetModel) -> Iterator[None]:
+        """Within, the target is what it was before training, to the last bit: its adapters are off. Only for passes
+        without gradient, since peft freezes adapters that are off."""
+        from peft.tuners.lora import LoraLayer
+
+        layers = [layer for layer in target.model.modules() if isinstance(layer, LoraLayer)]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
     def merge(self, target: AnySubsetModel) -> None:
         from peft.tuners.lora import LoraLayer

@@ -19,7 +19,7 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.diffusion.block_state import BlockRules
 from dspec.decoding.diffusion.branch_parallel import join_processes
 from dspec.decoding.diffusion.decoder import COMMITTED, NONE, BlockDiffusion, DiffusionConfig, not_as_trained
-from dspec.decoding.diffusion.forward import BLOCK_CAUSAL, FULL, PROBABILITY, TrainingRecord
+from dspec.decoding.diffusion.forward import PROBABILITY
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.decoding.diffusion.row_state import BranchExecutor, SingleProcess
 from dspec.decoding.jacobi import Jacobi
@@ -32,6 +32,7 @@ from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel, require_causal
+from dspec.models.training_record import BLOCK_CAUSAL, FULL, TrainingRecord
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
 Base = Callable[[], AnySubsetModel]

@@ -19,6 +19,7 @@ from dspec.config.compose import CONF, ROOT, VARIANTS, instantiate, register
 from dspec.config.recipes import variants
 from dspec.config.types import check_types
 from dspec.models.language_model import embedded_target
+from dspec.models.training_record import TrainingRecord
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 COMPOSED = ROOT / "recipes" / "composed"
@@ -63,6 +64,8 @@ def test_composed_config_is_the_reviewed_one(recipe: str) -> None:
         ("ar_base", 8),
         ("as_arm", 9),
         ("as_arm_text", 9),
+        ("dllm_base", 9),
+        ("d2f", 11),
     ],
 )
 def test_a_recipe_is_composed_from_few_files(recipe: str, most: int) -> None:
@@ -151,6 +154,8 @@ FORCING = {
 OWN = {
     "dspark": DRAFTER, "dflash": DRAFTER, "jacobi_forcing": FORCING, "cllm": FORCING,
     "as_arm": {"data.batch_size": 4, "optimizer.optimizer.lr": 1e-5},
+    "dllm_base": {"data.batch_size": 4, "optimizer.optimizer.lr": 1e-5},
+    "d2f": {"data.batch_size": 4, "optimizer.optimizer.lr": 1e-5},
 }  # fmt: skip
 
 
@@ -244,6 +249,7 @@ def test_recipe_opens_with_command_and_expectations(recipe: str) -> None:
 def test_recipe_builds_its_method(recipe: str) -> None:
     cfg = composed(recipe)
     target = embedded_target(dtype="float32", device="cpu")
+    TrainingRecord("full", 16, shift=True).write(target)  # what D2F begins with
     draft = {} if cfg.draft is None else {"draft": instantiate(cfg.draft, target=target)}
     method = instantiate(cfg.method, target=target, **draft)
     assert [p for p in method.parameters() if p.requires_grad]

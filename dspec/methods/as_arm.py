@@ -44,9 +44,9 @@ from dspec.method import Batch, LossOutput, Method
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.export import export_language_model
 from dspec.precision import widest
+from dspec.seeding import low_discrepancy
 from dspec.tuning import Tuning
 
-GOLDEN_RATIO = (5**0.5 - 1) / 2  # n * it mod 1 fills [0, 1) evenly over any stretch of n
 ORDERS = ("sorted", "random")
 NORMALISATIONS = ("per_token", "per_row")
 
@@ -183,7 +183,7 @@ class ASARM(Method):
         orders = [
             draw_order(
                 length,
-                low + (high - low) * (number * GOLDEN_RATIO % 1),
+                low + (high - low) * low_discrepancy(number),
                 generator,
                 order=self.order,
                 first_visible=self.first_visible,

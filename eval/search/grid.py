@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from dspec.atomic import write_json
 from dspec.config.compose import instantiate
 from dspec.decoding.autoregressive import Autoregressive
-from dspec.decoding.diffusion.forward import TrainingRecord
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.jacobi import Jacobi
 from dspec.decoding.jacobi_state import JacobiConfig
@@ -28,6 +27,7 @@ from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, require_causal
+from dspec.models.training_record import TrainingRecord
 from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
 from dspec.terminal import quiet

@@ -17,9 +17,10 @@ from data.conversations import pad
 from data.packed_corpus import document_batch
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.methods.as_arm import ASARM, GOLDEN_RATIO, MaskRate, Order, draw_order, layout, row_lengths
+from dspec.methods.as_arm import ASARM, MaskRate, Order, draw_order, layout, row_lengths
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
+from dspec.seeding import GOLDEN_RATIO
 from dspec.training.lit_module import LitModule
 from dspec.tuning import FullFineTuning
 

@@ -21,12 +21,12 @@ from transformers import (
 )
 
 from dspec.config.compose import composed
-from dspec.decoding.diffusion.forward import TrainingRecord
 from dspec.errors import UserError
 from dspec.models import diffusion_lm
 from dspec.models.diffusion_lm import load_diffusion_lm
 from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel, load_language_model
+from dspec.models.training_record import TrainingRecord
 
 VOCAB, MASK, ENDS = 20, 18, [15, 16]
 IDS = torch.tensor([[3, 1, 18, 7, 18, 2]])

@@ -11,10 +11,14 @@ import torch
 
 from dspec.jacobi_forcing import noise
 from dspec.jacobi_forcing.teachers import StopGradientTeacher
+from dspec.masked_diffusion.answers import AnswerLayout
+from dspec.masked_diffusion.noise import BlockRates
 from dspec.method import Method
 from dspec.methods.ar_base import ARBase
 from dspec.methods.as_arm import ASARM, MaskRate
+from dspec.methods.d2f import D2F
 from dspec.methods.jacobi_forcing import JacobiForcing, per_token
+from dspec.methods.masked_diffusion import MaskedDiffusion
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.training import stages
 from dspec.training.models import Models
@@ -48,6 +52,21 @@ def _jacobi(tuning: Callable[[], Any]) -> Callable[[LanguageModel], Method]:
         target=target, schedule=noise.AnyState(), distance=noise.hamming, window=None, teacher=StopGradientTeacher(),
         tuning=tuning(), normalisation=per_token, consistency_weight=1.0, ar_weight=1.0, ar_on_prompt=False,
         temperature=1.0, decay=None, chunk_mb=1,
+    )  # fmt: skip
+
+
+def _masked_diffusion(target: LanguageModel) -> Method:
+    return MaskedDiffusion(
+        target=target, tuning=_full(), layout=AnswerLayout(block_size=4, tail_blocks=0, tail_rows=1),
+        rates=BlockRates(schedule="constant", low=0.1, high=1.0), shift=True, chunk_mb=1,
+    )  # fmt: skip
+
+
+def _d2f(target: LanguageModel) -> Method:
+    return D2F(
+        target=target, tuning=_lora(), layout=AnswerLayout(block_size=4, tail_blocks=0, tail_rows=1),
+        rates=BlockRates(schedule="monotone", low=0.2, high=0.7), kl="student_teacher", weight="none", eos_blocks=True,
+        shift=True, chunk_mb=1,
     )  # fmt: skip
 
 
@@ -85,8 +104,10 @@ def _finished(method: Method, models: Models, folder: Path) -> None:
         (_as_arm(_lora), "bfloat16"),
         (_jacobi(_full), None),  # as loaded
         (_jacobi(_lora), None),
+        (_masked_diffusion, "bfloat16"),
+        (_d2f, "bfloat16"),
     ],
-    ids=["ar_base", "as_arm", "as_arm-lora", "jacobi_forcing", "jacobi_forcing-lora"],
+    ids=["ar_base", "as_arm", "as_arm-lora", "jacobi_forcing", "jacobi_forcing-lora", "masked_diffusion", "d2f"],
 )
 def test_what_is_evaluated_is_what_is_written(
     make: Callable[[LanguageModel], Method], written: str | None, loaded: str, tmp_path: Path

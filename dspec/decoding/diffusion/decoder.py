@@ -26,16 +26,7 @@ import torch
 from torch import Tensor
 
 from dspec.decoding.diffusion.block_state import Block, BlockRules, BlockState, Phase
-from dspec.decoding.diffusion.forward import (
-    ATTENTIONS,
-    BLOCK_CAUSAL,
-    FULL,
-    MAX_CONFIDENCE,
-    RowInputs,
-    TrainingRecord,
-    compute,
-    guess,
-)
+from dspec.decoding.diffusion.forward import ATTENTIONS, MAX_CONFIDENCE, RowInputs, compute, guess
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.decoding.diffusion.row_state import BranchExecutor, BranchResult, RowState
 from dspec.decoding.generation import Generation, Pass, Request
@@ -45,6 +36,7 @@ from dspec.decoding.state import PerRow, Row, State
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.language_model import LanguageModel
+from dspec.models.training_record import BLOCK_CAUSAL, FULL, TrainingRecord
 from dspec.spans import span
 
 NONE: Final = "none"

@@ -10,7 +10,7 @@ Legend: B = rows, L = slots of a pass, N = guesses, D = model width, V = vocabul
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,45 +18,16 @@ from torch import Tensor
 from dspec.attention import masks
 from dspec.decoding.diffusion.block_state import Guess
 from dspec.decoding.sampling import SamplingBatch, draw, row_chunks
-from dspec.errors import UserError
 from dspec.models.cache import PositionCache
 from dspec.models.language_model import LanguageModel
+from dspec.models.training_record import BLOCK_CAUSAL, FULL
 from dspec.precision import widest
 from dspec.spans import span
 
-FULL: Final = "full"
-BLOCK_CAUSAL: Final = "block_causal"
 ATTENTIONS: Final = (FULL, BLOCK_CAUSAL)
 PROBABILITY: Final = "probability"
 ENTROPY: Final = "entropy"
 MAX_CONFIDENCE: Final = {PROBABILITY: 1.0, ENTROPY: 0.0}  # the highest confidence that there is
-_RECORDED: Final = {"bidirectional": FULL, "block_causal": BLOCK_CAUSAL}  # as config.json has it
-
-
-@dataclass(frozen=True)
-class TrainingRecord:
-    """How a model was trained, as its config.json says: its attention and blocks (None: not recorded), and whether the
-    token at a position is predicted one position before (`shift`)."""
-
-    attention: str | None
-    block_size: int | None
-    shift: bool
-
-    @classmethod
-    def read(cls, model: LanguageModel) -> "TrainingRecord":
-        """Raises UserError for an attention that dspec does not know."""
-        config: Any = model.model.config
-        attention = getattr(config, "dspec_attention", None)
-        if attention is not None and attention not in _RECORDED:
-            raise UserError(
-                f"{model.name!r} was trained with dspec_attention={attention}, which this dspec does not know; "
-                f"its config.json may say {' or '.join(_RECORDED)}"
-            )
-        return cls(
-            attention=None if attention is None else _RECORDED[attention],
-            block_size=getattr(config, "dspec_block_size", None),
-            shift=bool(getattr(config, "dspec_logit_shift", False)),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

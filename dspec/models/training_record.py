@@ -1,0 +1,44 @@
+"""How a diffusion LM was trained, as its config.json says: written by training, read by decoding and later training."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dspec.errors import UserError
+from dspec.models.language_model import LanguageModel
+
+FULL: Final = "full"
+BLOCK_CAUSAL: Final = "block_causal"
+_NAMES: Final = {"bidirectional": FULL, "block_causal": BLOCK_CAUSAL}  # as config.json has it
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """A model's attention and blocks in training (None: not recorded), and whether the token at a place is predicted
+    one place before (`shift`)."""
+
+    attention: str | None
+    block_size: int | None
+    shift: bool
+
+    @classmethod
+    def read(cls, model: LanguageModel) -> "TrainingRecord":
+        """Raises UserError for an attention that dspec does not know."""
+        config: Any = model.model.config
+        attention = getattr(config, "dspec_attention", None)
+        if attention is not None and attention not in _NAMES:
+            raise UserError(
+                f"{model.name!r} was trained with dspec_attention={attention}, which this dspec does not know; "
+                f"its config.json may say {' or '.join(_NAMES)}"
+            )
+        return cls(
+            attention=None if attention is None else _NAMES[attention],
+            block_size=getattr(config, "dspec_block_size", None),
+            shift=bool(getattr(config, "dspec_logit_shift", False)),
+        )
+
+    def write(self, model: LanguageModel) -> None:
+        """Into the config of the model in memory, for decoders of this run; exports write that config."""
+        config: Any = model.model.config
+        config.dspec_attention = next((name for name, value in _NAMES.items() if value == self.attention), None)
+        config.dspec_block_size = self.block_size
+        config.dspec_logit_shift = self.shift
