@@ -31,7 +31,7 @@ from eval.meter import Meter
 from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
 from eval.reports.table import line
 from eval.results import ANY_SUBSET, AR, DIFFUSION, ResultRow, assemble, kept_ar_check, reference
-from eval.rows import row
+from eval.rows import result_row
 from eval.samples import Sample, SampleLog, digest
 
 log = logging.getLogger(__name__)
@@ -196,8 +196,8 @@ class Evaluation:
                     added = self._rows(condition, target, specs, log)
                     rows += added
                     if decoded:
-                        for one in added:
-                            meter.say(line(one, trusted=bool(check["trusted"])))
+                        for row in added:
+                            meter.say(line(row, trusted=bool(check["trusted"])))
                         on_rows(rows, check)
         return rows, check
 
@@ -320,7 +320,7 @@ class Evaluation:
                 "benchmark": condition.name,
                 "batch_size": self.batch_size,
                 "left_out": len(condition.benchmark.items()[: self.limit]) - len(answered),
-                **row(
+                **result_row(
                     answered,
                     by_decoder[specs[key].baseline],
                     by_decoder[shared],

@@ -28,7 +28,8 @@ class JudgeModel:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from dspec.models.language_model import ASSETS, DTYPES, local_device
+        from dspec.devices import local_device
+        from dspec.models.language_model import ASSETS, DTYPES
 
         if self._dtype not in DTYPES:
             raise UserError(f"judge_model.dtype={self._dtype} is unknown; use one of {', '.join(DTYPES)}")

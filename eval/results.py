@@ -154,17 +154,17 @@ def kept_ar_check(folder: Path) -> dict[str, Any] | None:
 def load_verdicts(folder: Path) -> dict[tuple[str, str, float], dict[str, dict[str, bool]]]:
     """Verdicts by (decoder, benchmark, temperature) and prompt id, from samples.jsonl. Raises UserError if it is
     missing, malformed, or has two answers of one decoder to a prompt."""
-    path, found = folder / "samples.jsonl", dict[tuple[str, str, float], dict[str, dict[str, bool]]]()
+    path, verdicts_by_key = folder / "samples.jsonl", dict[tuple[str, str, float], dict[str, dict[str, bool]]]()
     if not path.is_file():
         raise UserError(f"{path} is missing: quality is compared prompt by prompt")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
         try:
             sample = json.loads(line)
-            answered = found.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})
+            answered = verdicts_by_key.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})
             name, verdicts = sample["id"], sample["verdicts"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
         if name in answered:
             raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
         answered[name] = verdicts
-    return found
+    return verdicts_by_key

@@ -1,1 +1,1 @@
-"""Training methods, one file each: a batch in, a loss out."""
+"""Training methods, one file each, and drafter.py for what two share: a batch in, a loss out."""
