@@ -261,6 +261,20 @@ class Evaluation:
             ]
             return decode(decoder, requests)
 
+        def sample(item: Item, prompt: EncodedPrompt, generation: Generation, **logged: Any) -> Sample:
+            text = strings.cut(text_of(target.tokenizer, prompt.response(generation.tokens)))
+            return Sample(
+                benchmark=name,
+                temperature=sampling.temperature,
+                id=item.id,
+                prompt_sha256=digest(prompt.key),
+                text=text,
+                verdicts=condition.benchmark.score(item, text),
+                scores=condition.benchmark.continuous_scores(item, text),
+                generation=generation,
+                **logged,
+            )
+
         # 1. batches of the prompts without a logged answer: an earlier session may have answered some
         logged = log.select(name, sampling.temperature)
         answered, first = {s.id for s in logged}, 1 + max((s.batch for s in logged), default=-1)
@@ -280,25 +294,10 @@ class Evaluation:
             samples: dict[str, list[Sample]] = {}
             for key in rotated(list(decoders), number):
                 generations, seconds = timed(target, lambda d=decoders[key], b=batch: answer(d, b))  # type: ignore[misc]
-                samples[key] = []
-                for (item, prompt), generation in zip(batch, generations, strict=True):
-                    ids = prompt.response(generation.tokens)
-                    text = strings.cut(text_of(target.tokenizer, ids))
-                    samples[key].append(
-                        Sample(
-                            benchmark=name,
-                            temperature=sampling.temperature,
-                            decoder=key,
-                            batch=number,
-                            id=item.id,
-                            prompt_sha256=digest(prompt.key),
-                            text=text,
-                            verdicts=condition.benchmark.score(item, text),
-                            scores=condition.benchmark.continuous_scores(item, text),
-                            generation=generation,
-                            seconds=seconds,
-                        )
-                    )
+                samples[key] = [
+                    sample(item, prompt, generation, decoder=key, batch=number, seconds=seconds)
+                    for (item, prompt), generation in zip(batch, generations, strict=True)
+                ]
                 meter.advance(len(batch))
             log.add([sample for key in decoders for sample in samples[key]])
         return bool(batches)
