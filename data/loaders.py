@@ -47,7 +47,7 @@ class Shuffle(Sampler[int]):
         self, lengths: Sequence[int], *, batch_size: int, window: int | None, seed: int, epoch: int, rank_info: RankInfo
     ) -> None:
         self.lengths, self.window, self.seed, self.epoch, self.rank_info = lengths, window or 0, seed, epoch, rank_info
-        self.together = batch_size * rank_info.ranks
+        self.global_batch = batch_size * rank_info.ranks
         if len(lengths) < rank_info.ranks:
             raise UserError(
                 f"{len(lengths)} training rows are too few for {rank_info.ranks} ranks: raise the prompt count"
@@ -63,17 +63,17 @@ class Shuffle(Sampler[int]):
     def _used(self) -> int:
         """Rows used, over all ranks."""
         rows = len(self.lengths)
-        return rows - rows % self.together if rows >= self.together else rows
+        return rows - rows % self.global_batch if rows >= self.global_batch else rows
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
         rows = torch.randperm(len(self.lengths), generator=generator).tolist()[: self._used]
         if self.window:
-            whole = max(1, self.window // self.together) * self.together  # batches do not cross windows
+            whole = max(1, self.window // self.global_batch) * self.global_batch  # batches do not cross windows
             rows = [row for part in _parts(rows, whole) for row in sorted(part, key=self.lengths.__getitem__)]
-            batches = _parts(rows, self.together)
+            batches = _parts(rows, self.global_batch)
             rows = [row for i in torch.randperm(len(batches), generator=generator).tolist() for row in batches[i]]
-        for batch in _parts(rows, self.together):
+        for batch in _parts(rows, self.global_batch):
             yield from batch[self.rank_info.rank :: self.rank_info.ranks]
 
 

@@ -31,7 +31,7 @@ from eval.meter import Meter
 from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
 from eval.reports.table import line
 from eval.results import ANY_SUBSET, AR, DIFFUSION, ResultRow, assemble, kept_ar_check, reference
-from eval.rows import row
+from eval.rows import result_row
 from eval.samples import Sample, SampleLog, digest
 
 log = logging.getLogger(__name__)
@@ -196,8 +196,8 @@ class Evaluation:
                     added = self._rows(condition, target, specs, log)
                     rows += added
                     if decoded:
-                        for one in added:
-                            meter.say(line(one, trusted=bool(check["trusted"])))
+                        for row in added:
+                            meter.say(line(row, trusted=bool(check["trusted"])))
                         on_rows(rows, check)
         return rows, check
 
@@ -261,6 +261,20 @@ class Evaluation:
             ]
             return decode(decoder, requests)
 
+        def sample(item: Item, prompt: EncodedPrompt, generation: Generation, **logged: Any) -> Sample:
+            text = strings.cut(text_of(target.tokenizer, prompt.response(generation.tokens)))
+            return Sample(
+                benchmark=name,
+                temperature=sampling.temperature,
+                id=item.id,
+                prompt_sha256=digest(prompt.key),
+                text=text,
+                verdicts=condition.benchmark.score(item, text),
+                scores=condition.benchmark.continuous_scores(item, text),
+                generation=generation,
+                **logged,
+            )
+
         # 1. batches of the prompts without a logged answer: an earlier session may have answered some
         logged = log.select(name, sampling.temperature)
         answered, first = {s.id for s in logged}, 1 + max((s.batch for s in logged), default=-1)
@@ -280,25 +294,10 @@ class Evaluation:
             samples: dict[str, list[Sample]] = {}
             for key in rotated(list(decoders), number):
                 generations, seconds = timed(target, lambda d=decoders[key], b=batch: answer(d, b))  # type: ignore[misc]
-                samples[key] = []
-                for (item, prompt), generation in zip(batch, generations, strict=True):
-                    ids = prompt.response(generation.tokens)
-                    text = strings.cut(text_of(target.tokenizer, ids))
-                    samples[key].append(
-                        Sample(
-                            benchmark=name,
-                            temperature=sampling.temperature,
-                            decoder=key,
-                            batch=number,
-                            id=item.id,
-                            prompt_sha256=digest(prompt.key),
-                            text=text,
-                            verdicts=condition.benchmark.score(item, text),
-                            scores=condition.benchmark.continuous_scores(item, text),
-                            generation=generation,
-                            seconds=seconds,
-                        )
-                    )
+                samples[key] = [
+                    sample(item, prompt, generation, decoder=key, batch=number, seconds=seconds)
+                    for (item, prompt), generation in zip(batch, generations, strict=True)
+                ]
                 meter.advance(len(batch))
             log.add([sample for key in decoders for sample in samples[key]])
         return bool(batches)
@@ -321,7 +320,7 @@ class Evaluation:
                 "batch_size": self.batch_size,
                 "left_out": len(condition.benchmark.items()[: self.limit]) - len(answered),
                 "gold_length": bool(source.get("gold_length")),
-                **row(
+                **result_row(
                     answered,
                     by_decoder[specs[key].baseline],
                     by_decoder[shared],

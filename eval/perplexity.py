@@ -24,7 +24,8 @@ class JudgeModel:
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
         """Model and tokenizer. Raises UserError if they cannot be loaded."""
-        from dspec.models.language_model import ASSETS, DTYPES, local_device, read_pretrained
+        from dspec.devices import local_device
+        from dspec.models.language_model import ASSETS, DTYPES, read_pretrained
 
         if self._dtype not in DTYPES:
             raise UserError(f"judge_model.dtype={self._dtype} is unknown; use one of {', '.join(DTYPES)}")

@@ -166,17 +166,17 @@ def load_scores(folder: Path) -> ByAnswer[float]:
 
 
 def _load_answers(folder: Path, field: str) -> ByAnswer[Any]:
-    path, found = folder / "samples.jsonl", ByAnswer[Any]()
+    path, answers = folder / "samples.jsonl", ByAnswer[Any]()
     if not path.is_file():
         raise UserError(f"{path} is missing: quality is compared prompt by prompt")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
         try:
             sample = {"scores": {}, **json.loads(line)}
-            answered = found.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})
+            answered = answers.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})
             name, judged = sample["id"], sample[field]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
         if name in answered:
             raise UserError(f"{path} has two answers to {name}: two runs wrote into it; evaluate again")
         answered[name] = judged
-    return found
+    return answers

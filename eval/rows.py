@@ -13,7 +13,7 @@ from eval.results import ResultRow, pool
 from eval.samples import Sample
 
 
-def row(
+def result_row(
     samples: Sequence[Sample],
     baseline: Sequence[Sample],
     reference: Sequence[Sample],

@@ -66,7 +66,7 @@ def test_dspark_training_step(folder: Path) -> None:
     assert torch.equal(blocks.supervised_BNJ, chosen)
     assert torch.equal(blocks.label_BNJ[chosen], golden["target_ids"][chosen])
     assert draft.markov_head is not None
-    code, w2 = draft.transition(blocks.previous_BNJ, blocks.hidden_BNJD), draft.markov_head.markov_w2.weight
+    code, w2 = draft.markov_head.transition(blocks.previous_BNJ, blocks.hidden_BNJD), draft.markov_head.markov_w2.weight
     logits = draft.lm_head(blocks.hidden_BNJD) + code @ w2.T
     _close(logits[chosen], golden["draft_logits"][chosen])
     confidence = draft.confidence(blocks.previous_BNJ, blocks.hidden_BNJD)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from dspec.devices import local_device
 from dspec.errors import UserError
 from dspec.jacobi_forcing.teachers import EMATeacher, FrozenTeacher
 from dspec.method import Batch, Method
 from dspec.methods.ar_base import ARBase
-from dspec.models.language_model import LanguageModel, embedded_target, local_device
+from dspec.models.language_model import LanguageModel, embedded_target
 from dspec.training.checks import check_trainer
 from dspec.training.models import float32_masters
 from dspec.tuning import FullFineTuning, LoRA

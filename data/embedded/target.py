@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 
 from data.embedded.corpus import corpus
 from data.embedded.tokenizer import build_tokenizer
-from dspec.models.language_model import LanguageModel, embedded_tokenizer, local_device
+from dspec.devices import local_device
+from dspec.models.language_model import LanguageModel, embedded_tokenizer
 from dspec.models.xlnet import XLNet
 
 

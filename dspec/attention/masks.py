@@ -64,10 +64,11 @@ def branches(start_B: Tensor, branch_BQ: Tensor) -> Predicate:
     last = branch_BQ.shape[1] - 1
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        place = kv - start_B[b]
-        branch_kv = branch_BQ[b, place.clamp(0, last)]
-        in_prefix = place < 0
-        return in_prefix | (place <= q) & ((branch_kv == 0) | (branch_kv == branch_BQ[b, q]))
+        offset = kv - start_B[b]  # index among the pass's inputs
+        branch_kv = branch_BQ[b, offset.clamp(0, last)]
+        in_prefix, earlier = offset < 0, offset <= q
+        shared, own = branch_kv == 0, branch_kv == branch_BQ[b, q]
+        return in_prefix | earlier & (shared | own)
 
     return predicate
 
@@ -146,13 +147,13 @@ def branch_windows(block_BQ: Tensor, branch_BQ: Tensor, start_B: Tensor) -> Pred
     last = block_BQ.shape[1] - 1
 
     def predicate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        place = kv - start_B[b]
-        at = place.clamp(0, last)
-        block, branch = block_BQ[b, at], branch_BQ[b, at]
+        offset = kv - start_B[b]  # index among the pass's inputs
+        index = offset.clamp(0, last)
+        block, branch = block_BQ[b, index], branch_BQ[b, index]
         same = (branch == 0) | (branch == branch_BQ[b, q])
         earlier = (block != PADDING) & (block <= block_BQ[b, q])
-        cached = (place < 0) & (block_BQ[b, q] != PADDING)
-        return cached | (place == q) | (place >= 0) & (place <= last) & earlier & same
+        cached = (offset < 0) & (block_BQ[b, q] != PADDING)
+        return cached | (offset == q) | (offset >= 0) & (offset <= last) & earlier & same
 
     return predicate
 

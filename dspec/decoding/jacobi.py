@@ -28,7 +28,7 @@ from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
 BLOCKS = "blocks"  # the part of the state that holds each row's JacobiState
-_UNIFORMS = "uniforms"  # the part that holds the uniforms [T] of each row's tokens after the first
+UNIFORMS = "uniforms"  # the part that holds the uniforms [T] of each row's tokens after the first
 
 
 class Jacobi:
@@ -50,7 +50,7 @@ class Jacobi:
         self.check(requests)
         state, _ = prefill(self.target, requests)
         uniform_BT = state.streams.take(max(r.max_new_tokens for r in requests))
-        state.parts[_UNIFORMS] = PerRow(uniform_BT)
+        state.parts[UNIFORMS] = PerRow(uniform_BT)
         state.parts[BLOCKS] = PerRow(
             JacobiState(r.ids, row.text[-1], config=self.config, limit=r.max_new_tokens, seed=r.seed)
             for r, row in zip(requests, state.rows, strict=True)
@@ -140,7 +140,7 @@ def _uniforms(state: State, depth_BQ: Tensor) -> Tensor:
     """The uniforms [B, Q] for drawing the tokens after these depths: one per output position, the same in every
     continuation. The prefill drew token 0, so a row's uniforms begin with token 1's."""
     rows = []
-    for row, uniform_T, depth_Q in zip(state.rows, state.parts[_UNIFORMS], depth_BQ, strict=True):
+    for row, uniform_T, depth_Q in zip(state.rows, state.parts[UNIFORMS], depth_BQ, strict=True):
         at = len(row.generation.tokens) - 1 + depth_Q
         rows.append(uniform_T[at.clamp(max=len(uniform_T) - 1).to(uniform_T.device)])
     return torch.stack(rows)

@@ -141,7 +141,8 @@ class JacobiState:
         return winner, count
 
     def _open_blocks(self, *, agreed: int, ahead: list[int]) -> None:
-        """Opens a block when none is left, and more while enough of the newest one's tokens `agreed`."""
+        """Opens a block when none is left, and more while enough of the newest one's tokens `agreed`. The first one
+        begins with `ahead`, what was predicted after the newest block; what follows it is drawn from the text."""
         while self._end < self._limit:
             if self._end > len(self.text):
                 ready = agreed >= math.ceil(self.config.activation * self.config.block_size)
@@ -152,6 +153,7 @@ class JacobiState:
             room = max(0, self._end - len(self.text) - len(self.draft))
             guess = ahead[:room] + self._random.choices(self.text, k=max(0, room - len(ahead)))
             self.draft += guess
+            # of the block just opened nothing has been predicted: it agrees as far as the text already reaches into it
             agreed, ahead = max(0, len(self.text) - (self._end - self.config.block_size)), []
 
 

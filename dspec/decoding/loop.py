@@ -27,14 +27,14 @@ class Decoder(Protocol):
         """Raises UserError for a request that cannot be decoded."""
         ...
 
-    def start(self, requests: Sequence[Request]) -> Any:
-        """Checks the requests and runs their first pass; returns the State.
+    def start(self, requests: Sequence[Request]) -> State:
+        """Checks the requests and runs their first pass.
 
         From left to right that pass is the prefill, which commits each one's first token. An any-subset decoder's
         commits at least one token, sigma-GPT's only drafts, and a diffusion LM's fills slots of the answer."""
         ...
 
-    def step(self, state: Any) -> None:
+    def step(self, state: State) -> None:
         """One forward pass of the target for all rows; finished rows stay in the batch, their output is ignored."""
         ...
 
@@ -67,12 +67,12 @@ def decode(
         raise UserError(f"in_flight={in_flight}: at least one request must be decoded at a time")
     if room < len(requests):
         decoder.check(requests)  # the waiting ones too, before any is decoded
-    state: State = decoder.start(requests[:room])
+    state = decoder.start(requests[:room])
     generations, waiting = [row.generation for row in state.rows], list(requests[room:])
     while True:
         state.drop_finished(at_once=bool(waiting))
         if waiting and (free := room - len(state.rows)) > 0:
-            joined: State = decoder.start(waiting[:free])
+            joined = decoder.start(waiting[:free])
             del waiting[:free]
             generations += [row.generation for row in joined.rows]
             if state.rows:

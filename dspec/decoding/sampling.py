@@ -96,16 +96,16 @@ class SamplingBatch:
 
 
 def row_chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """Slices of rows whose distributions fit in a fixed amount of memory, at least one row each; one empty slice
-    if there are no rows."""
+    """Slices of rows whose distributions fit in a fixed amount of memory, at least one row each; one empty slice if
+    there are no rows."""
     size = max(1, _CHUNK_BYTES // (8 * vocab))
     return (slice(start, start + size) for start in range(0, max(1, rows), size))
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Tokens [...] from unnormalised weights [..., V] by the inverse CDF at uniform [...] in [0, 1)."""
-    rows, at = weights.reshape(-1, weights.shape[-1]), uniform.reshape(-1)
-    drawn = [_draw(rows[part], at[part]) for part in row_chunks(*rows.shape)]
+    rows, uniform_N = weights.reshape(-1, weights.shape[-1]), uniform.reshape(-1)
+    drawn = [_draw(rows[part], uniform_N[part]) for part in row_chunks(*rows.shape)]
     return torch.cat(drawn).view(uniform.shape)
 
 

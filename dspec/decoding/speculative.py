@@ -131,11 +131,13 @@ def _verify_sampled(
     """In chunks of rows: the target's distributions of a whole batch would take many times the logits' memory."""
     B, positions, V = logits_BJV.shape
     parts = []
-    for at in row_chunks(B, positions * V):
-        draft_probs = None if draft_probs_BJV is None else draft_probs_BJV[at]
-        target_probs = samplings.probs(logits_BJV[at], range(B)[at])
+    for chunk in row_chunks(B, positions * V):
+        draft_probs = None if draft_probs_BJV is None else draft_probs_BJV[chunk]
+        target_probs = samplings.probs(logits_BJV[chunk], range(B)[chunk])
         parts.append(
-            verify_sampled(draft_BJ[at], count_B[at], draft_probs, target_probs, uniform_BJ[at], uniform_B[at])
+            verify_sampled(
+                draft_BJ[chunk], count_B[chunk], draft_probs, target_probs, uniform_BJ[chunk], uniform_B[chunk]
+            )
         )
     accepted, bonus_token = zip(*parts, strict=True)
     return torch.cat(accepted), torch.cat(bonus_token)

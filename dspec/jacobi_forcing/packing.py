@@ -4,7 +4,8 @@ Both copies of a block have the same positions; the noisy copy's state is chosen
 (dspec/jacobi_forcing/noise.py), from the states that come with the batch. It knows no model.
 
 Legend: B = rows, L = indices in a row, N = blocks of the batch, K = states (padded), n = tokens of a block (padded);
-of one trajectory P = prompt tokens, R = response tokens, J = blocks, S = states of all its blocks.
+of one trajectory P = prompt tokens, R = response tokens, J = blocks, S = states of all its blocks, G = segments
+of a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -222,9 +223,9 @@ def _places(row: Sequence[Trajectory]) -> dict[str, Tensor]:
     """The per-token fields [L] of a row, named as in _PADDING."""
     # 1. the segments in sequence: the segment of each token, and its offset there
     segments = list(_segments(row))
-    length_S = torch.tensor([len(s.tokens) for s in segments])
-    segment_L = torch.arange(len(segments)).repeat_interleave(length_S)
-    within, length = torch.arange(len(segment_L)) - (length_S.cumsum(0) - length_S)[segment_L], length_S[segment_L]
+    length_G = torch.tensor([len(s.tokens) for s in segments])
+    segment_L = torch.arange(len(segments)).repeat_interleave(length_G)
+    within, length = torch.arange(len(segment_L)) - (length_G.cumsum(0) - length_G)[segment_L], length_G[segment_L]
     # 2. the fields shared by a whole segment
     shared = torch.tensor([(s.document, s.position, s.block, s.noisy, s.ends) for s in segments])
     document, position, block, noisy, ends = shared[segment_L].unbind(1)

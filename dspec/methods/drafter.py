@@ -182,7 +182,7 @@ class DrafterMethod(Method):
         chosen = blocks.supervised_BNJ
         terms = [(blocks.hidden_BNJD[chosen], self.draft.lm_head.weight)]
         if self.draft.markov_head is not None:
-            code_BNJR = self.draft.transition(blocks.previous_BNJ, blocks.hidden_BNJD)
+            code_BNJR = self.draft.markov_head.transition(blocks.previous_BNJ, blocks.hidden_BNJD)
             terms.append((code_BNJR[chosen], self.draft.markov_head.markov_w2.weight))
         return terms
 

@@ -53,8 +53,8 @@ class Layer:
     def move(self, rows: Tensor, source: Tensor, goal: Tensor) -> None:
         """Copies slot source[i] to slot goal[i] in row rows[i]."""
         if self.keys is not None and self.values is not None:
-            for held in (self.keys, self.values):
-                held[rows, :, goal] = held[rows, :, source]
+            for entries in (self.keys, self.values):
+                entries[rows, :, goal] = entries[rows, :, source]
 
 
 class Window:
@@ -114,15 +114,15 @@ class PositionCache:
 
     def read(self, row: int, first: int, end: int) -> Tensor:
         """A copy [layers, 2, H, slots, W] of the keys and values in slots first .. end - 1 of a row."""
-        held = [(layer.keys, layer.values) for layer in self.layers]
-        return torch.stack([part[row, :, first:end] for pair in held for part in pair if part is not None]).unflatten(
-            0, (len(held), 2)
-        )
+        entries = [(layer.keys, layer.values) for layer in self.layers]
+        return torch.stack(
+            [part[row, :, first:end] for pair in entries for part in pair if part is not None]
+        ).unflatten(0, (len(entries), 2))
 
-    def write(self, row: int, first: int, held: Tensor) -> None:
+    def write(self, row: int, first: int, entries: Tensor) -> None:
         """Puts what `read` returned into slots first .. of a row. Raises ValueError before the first pass."""
-        end = first + held.shape[3]
-        for layer, (key, value) in zip(self.layers, held, strict=True):
+        end = first + entries.shape[3]
+        for layer, (key, value) in zip(self.layers, entries, strict=True):
             if layer.keys is None:
                 raise ValueError("a cache can be written to only after a pass has")
             keys, values = layer.room(key[None], value[None], end)

@@ -265,16 +265,6 @@ class Draft(nn.Module):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
-    def transition(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Teacher-forced transition codes [..., K, R] for previous tokens [..., K] and hidden [..., K, D]."""
-        if self.markov_head is None:
-            return hidden[..., :0]
-        state, codes = None, []
-        for k in range(previous.shape[-1]):
-            code, state = self.markov_head.step(previous[..., k], hidden[..., k, :], state)
-            codes.append(code)
-        return torch.stack(codes, -2)
-
     def confidence(self, previous: Tensor, hidden: Tensor) -> Tensor | None:
         """Confidence logits [...] for previous tokens [...] and hidden [..., D]; None without the head."""
         if self.confidence_head is None:

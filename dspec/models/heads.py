@@ -20,6 +20,14 @@ class MarkovHead(nn.Module):
         """previous [...] token ids, hidden [..., D], state [..., R] or None -> code u [..., R], next state."""
         return self.markov_w1(previous), None
 
+    def transition(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Teacher-forced transition codes [..., K, R] for previous tokens [..., K] and hidden [..., K, D]."""
+        state, codes = None, []
+        for k in range(previous.shape[-1]):
+            code, state = self.step(previous[..., k], hidden[..., k, :], state)
+            codes.append(code)
+        return torch.stack(codes, -2)
+
 
 class GatedHead(MarkovHead):
     """The transition scaled by a gate on the slot's state: u = sigmoid(G [h; W1[x]] + g) * W1[x]."""

@@ -7,13 +7,9 @@ i before the final norm. This module knows no drafter and no decoder.
 Legend: B = batch, L = positions, D = model width, F = len(tap ids) * D, V = vocabulary.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final, Literal
 
@@ -37,6 +33,7 @@ from dspec.atomic import restore
 from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask, Predicate
+from dspec.devices import check_bfloat16, local_device
 from dspec.errors import UserError
 from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache, Window
@@ -48,7 +45,6 @@ from dspec.spans import span
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16", "float64")
-_BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _ATTENTION = "dspec"  # attn_implementation name under which our attend is registered
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
@@ -64,17 +60,17 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    ours: Mask | Literal["from transformers"] = _FROM_TRANSFORMERS,
+    dspec_mask: Mask | Literal["from transformers"] = _FROM_TRANSFORMERS,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface. Its own SDPA copies the key/value heads in every layer with a mask.
 
-    `ours` is the mask of our own forward pass; transformers' generate does not pass it, and means causal by None.
+    `dspec_mask` is the mask of our own forward pass; transformers' generate does not pass it, and means causal by None.
     """
-    if isinstance(ours, str) and ours == _FROM_TRANSFORMERS:
+    if isinstance(dspec_mask, str) and dspec_mask == _FROM_TRANSFORMERS:
         mask: Mask = masks.CAUSAL if attention_mask is None and query.shape[2] > 1 else attention_mask
     else:
-        mask = ours
+        mask = dspec_mask
     with span("attention"):
         out = attend(query, key, value, mask, scale=scaling)
     return out.transpose(1, 2), None
@@ -179,7 +175,7 @@ class LanguageModel(AnySubsetModel):
         rotation = decoder.rotary_emb(x_BLD, positions_BL)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(decoder.layers):
-            x_BLD = layer(x_BLD, position_embeddings=rotation, past_key_values=window, ours=mask)
+            x_BLD = layer(x_BLD, position_embeddings=rotation, past_key_values=window, dspec_mask=mask)
             if i in taps:
                 tapped[i] = x_BLD
         features = torch.cat([tapped[i] for i in taps], -1) if taps else x_BLD[..., :0]
@@ -227,16 +223,6 @@ def _norms_in_double(model: nn.Module) -> None:
                 setattr(parent, name, norm)
 
 
-@cache
-def check_bfloat16() -> None:
-    """Raises UserError if a bfloat16 matmul crashes the process (CPUs that report AMX but may not use it)."""
-    if subprocess.run([sys.executable, "-c", _BF16_PRODUCT], stderr=subprocess.DEVNULL).returncode < 0:
-        raise UserError(
-            "bfloat16 crashes on this CPU (illegal instruction in oneDNN): set the environment variable "
-            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16, or use target.dtype=float32 trainer.precision=32-true"
-        )
-
-
 def load_language_model(
     *, path: str, name: str, dtype: str, device: str, mask_token: int | str | None
 ) -> AnySubsetModel:
@@ -279,10 +265,10 @@ def checked_device(device: str, *, dtype: str) -> str:
     """`local_device`; raises UserError for a dtype that is unknown, or that does not work there."""
     if dtype not in DTYPES:
         raise UserError(f"target.dtype={dtype} is unknown; use one of {', '.join(DTYPES)}")
-    place = local_device(device)
-    if dtype == "bfloat16" and torch.device(place).type == "cpu":
+    local = local_device(device)
+    if dtype == "bfloat16" and torch.device(local).type == "cpu":
         check_bfloat16()
-    return place
+    return local
 
 
 def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -304,41 +290,6 @@ def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedMode
             "one); a drafter is given by checkpoint="
         )
     return model, tokenizer
-
-
-def local_device(device: str) -> str:
-    """`device`, with "cuda" replaced by this process's own GPU: by its local rank among those that it sees (schedulers
-    may make only one GPU visible to each process).
-
-    Raises UserError for a device that torch does not know or cannot use here.
-    """
-    try:
-        asked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        named = "null" if device is None else device
-        raise UserError(f"target.device={named} is unknown to torch: use cpu, cuda or cuda:<number>") from error
-    if asked.type != "cuda":
-        return _usable(device)
-    if not torch.cuda.is_available():
-        raise UserError(f"target.device={device}: torch sees no CUDA GPU here; use target.device=cpu")
-    count = torch.cuda.device_count()
-    if asked.index is None:
-        rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-        return f"cuda:{int(rank) % count}"
-    if asked.index >= count:
-        raise UserError(
-            f"target.device={device}: torch sees {count} GPU(s) here, numbered from 0; use target.device=cuda"
-        )
-    return device
-
-
-def _usable(device: str) -> str:
-    """`device` if a tensor can be made and read there; torch says only then what it was built for."""
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise UserError(f"target.device={device}: torch cannot use it here; use cpu, cuda or cuda:<number>") from error
-    return device
 
 
 def embedded_target(*, dtype: str, device: str) -> LanguageModel:

@@ -36,7 +36,7 @@ _OF_SEGMENTS = ("r_s_bias", "seg_embed")  # weights that no pass reads: no text 
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _LayerInputs:
     """What all layers share."""
 
     mask_B1LK: Tensor  # bool
@@ -97,15 +97,15 @@ class XLNet(AnySubsetModel):
             raise UserError(f"{self.name!r} is asked for a token given nothing: at least one token must be visible")
         starts = list(start_B) if start_B is not None else [0] * len(ids_BL)
         window = cache.window(starts, ids_BL.shape[1]) if cache is not None else None
-        shared = self._shared(positions_BL, limit_BL, query_BL, starts, window)
+        shared = self._layer_inputs(positions_BL, limit_BL, query_BL, starts, window)
         x_BLD = torch.where(query_BL[..., None], self.model.transformer.mask_emb, self.embed_tokens(ids_BL))
         for number, layer in enumerate(self._layers):
             x_BLD = layer.ff(_attention(layer.rel_attn, x_BLD, shared, number))
         return x_BLD
 
-    def _shared(
+    def _layer_inputs(
         self, positions_BL: Tensor, limit_BL: Tensor, query_BL: Tensor, starts: Sequence[int], window: Window | None
-    ) -> _Pass:
+    ) -> _LayerInputs:
         (B, L), device = positions_BL.shape, positions_BL.device
         key_positions = positions_BL[:, None, :, None]
         if window is not None:
@@ -115,10 +115,10 @@ class XLNet(AnySubsetModel):
         distance = positions_BL[:, None, :, None] - key_positions.transpose(2, 3)
         low, high = (int(bound) for bound in distance.aminmax())
         table = _sinusoids(torch.arange(low, high + 1, device=device), self.hidden_size)
-        return _Pass(mask, table.to(self.dtype), distance - low, window)
+        return _LayerInputs(mask, table.to(self.dtype), distance - low, window)
 
 
-def _attention(attention: Any, x_BLD: Tensor, shared: _Pass, number: int) -> Tensor:
+def _attention(attention: Any, x_BLD: Tensor, shared: _LayerInputs, number: int) -> Tensor:
     """Relative attention of layer `number`, its residual and norm: XLNetRelativeAttention with our mask and cache."""
     with span("attention"):
         q, k, v = (torch.einsum("bld,dhe->bhle", x_BLD, w) for w in (attention.q, attention.k, attention.v))

@@ -7,9 +7,9 @@ from hydra.types import RunMode
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
+from dspec.devices import check_bfloat16
 from dspec.errors import UserError
 from dspec.method import Method
-from dspec.models.language_model import check_bfloat16
 from dspec.training.lit_module import OptimizerFactory
 
 

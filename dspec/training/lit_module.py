@@ -48,8 +48,8 @@ class LitModule(L.LightningModule):
         """The method's loss of batch `number`, each row with its own generator."""
         ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank globally (data/loaders.py)
         rows = [r * ranks + self.global_rank for r in range(len(batch.ids_BL))]
-        together = int(self._pooled(torch.tensor(len(rows), device=batch.ids_BL.device)))
-        batch = replace(batch, row_numbers=[number * together + row for row in rows])
+        global_batch = int(self._pooled(torch.tensor(len(rows), device=batch.ids_BL.device)))
+        batch = replace(batch, row_numbers=[number * global_batch + row for row in rows])
         seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 

@@ -194,7 +194,7 @@ def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
     if draft is None or job.calibration is None:
         return None
     target = require_causal(job.models.target)
-    found: dict[str, Any] = job.calibration(
+    report: dict[str, Any] = job.calibration(
         target=target,
         draft=draft,
         prompts=calibration_prompts(job.data),
@@ -202,7 +202,7 @@ def calibrate(job: Job, run: dict[str, Any]) -> dict[str, Any] | None:
         artefact=job.run_dir / "calibration.json",
     )
     export(job, run)  # with its temperatures
-    return found
+    return report
 
 
 def evaluate(job: Job, run: dict[str, Any], calibration: dict[str, Any] | None) -> dict[str, Any]:

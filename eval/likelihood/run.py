@@ -37,7 +37,7 @@ from eval.load import LoadedModel, load_model
 from eval.meter import Meter
 from eval.prompts import plain_ids, raw_ids
 from eval.results import ResultRow, assemble
-from eval.rows import row
+from eval.rows import result_row
 from eval.samples import Sample, SampleLog, digest
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def _sample(
 
 def _row(task: Task, key: str, one: Distribution, kept: SampleLog, *, batch_size: int, seed: int) -> ResultRow:
     samples = [s for s in kept.select(task.name, GREEDY.temperature) if s.decoder == key]
-    counted = row(samples, samples, samples, quality=task.benchmark.quality, greedy=True, seed=seed)
+    counted = result_row(samples, samples, samples, quality=task.benchmark.quality, greedy=True, seed=seed)
     return {
         "method": one.label,
         "target": one.model.name,

@@ -33,14 +33,14 @@ def _from_scratch(
         for k in range(hidden.shape[1]):
             logits = draft.lm_head(hidden[:, k])
             if w2 is not None:
-                logits = logits + draft.transition(torch.tensor([guesses]), hidden[:, : k + 1])[:, k] @ w2
+                logits = logits + draft.markov_head.transition(torch.tensor([guesses]), hidden[:, : k + 1])[:, k] @ w2
             guesses.append(int(logits.argmax()))
         block = torch.tensor([guesses[:K]])
         hidden = draft(block, positions, mask=None, features_BSF=features)[:, first:]
     previous = torch.cat([torch.tensor([[text[-1]]]), drafts[None, :-1]], 1)
     logits = draft.lm_head(hidden)
     if w2 is not None:
-        logits = logits + draft.transition(previous, hidden) @ w2
+        logits = logits + draft.markov_head.transition(previous, hidden) @ w2
     confidence = draft.confidence(previous, hidden)
     return logits[0], None if confidence is None else confidence[0]
 

@@ -11,7 +11,7 @@ import pytest
 from dspec.decoding.generation import Generation, Pass
 from eval.intervals import bootstrap, wilson
 from eval.results import pool
-from eval.rows import acceptance, batch_speedups, counts, median_over_prompts, row
+from eval.rows import acceptance, batch_speedups, counts, median_over_prompts, result_row
 from eval.samples import Sample
 
 
@@ -77,7 +77,7 @@ def test_speeds_are_paired_by_batch() -> None:
     base = [sample(10, 2.0, batch=0), sample(30, 2.0, batch=0), sample(10, 1.0, batch=1)]
     fast = [sample(10, 1.0, batch=0), sample(30, 1.0, batch=0), sample(10, 0.2, batch=1)]
     assert batch_speedups(fast, base) == [(2.0, 2), (5.0, 1)]
-    got = row(fast, base, base, quality="right", greedy=True, seed=0)
+    got = result_row(fast, base, base, quality="right", greedy=True, seed=0)
     assert got["speedup"] == 2.0  # a batch that is not full weighs less
     assert median_over_prompts([(2.0, 1), (5.0, 1)]) == 3.5
     assert math.isclose(got["tokens_per_second"], 50 / 1.2)
@@ -85,7 +85,7 @@ def test_speeds_are_paired_by_batch() -> None:
 
 def test_two_speedups_where_a_method_trains_the_targets_own_weights() -> None:
     own, base = [sample(20, 2.0, batch=0)], [sample(10, 2.0, batch=0)]
-    got = row([sample(20, 1.0, batch=0)], own, base, quality="right", greedy=True, seed=0)
+    got = result_row([sample(20, 1.0, batch=0)], own, base, quality="right", greedy=True, seed=0)
     assert (got["speedup"], got["speedup_vs_base_ar"]) == (2.0, 4.0)
 
 
@@ -98,11 +98,11 @@ def test_branches_are_counted_beside_passes() -> None:
 def test_quality_and_mismatches() -> None:
     base = [sample(4, 1.0, batch=i) for i in range(4)]
     own = [sample(4 if i else 5, 1.0, batch=i, right=i < 3) for i in range(4)]
-    got = row(own, base, base, quality="right", greedy=True, seed=0)
+    got = result_row(own, base, base, quality="right", greedy=True, seed=0)
     assert (got["quality"], got["mismatches"], got["verdicts"]) == (0.75, 1, {"right": 0.75})
     low, high = got["interval_95"]["quality"]
     assert 0 <= low < 0.75 < high <= 1
-    sampled = row(own, base, base, quality="", greedy=False, seed=0)
+    sampled = result_row(own, base, base, quality="", greedy=False, seed=0)
     assert (sampled["quality"], sampled["mismatches"]) == (None, None)
 
 
@@ -118,7 +118,7 @@ def test_wilson_by_hand() -> None:
         assert math.isclose(1 - mirrored[1], got[0], abs_tol=1e-12)
     assert wilson(0, 0) is None
     none = [sample(4, 1.0, batch=i, right=False) for i in range(10)]
-    assert row(none, none, none, quality="right", greedy=True, seed=0)["interval_95"]["quality"][1] > 0.2
+    assert result_row(none, none, none, quality="right", greedy=True, seed=0)["interval_95"]["quality"][1] > 0.2
 
 
 @pytest.mark.slow
@@ -139,10 +139,10 @@ def test_each_interval_is_of_its_own_statistic() -> None:
     alike = Generation(list(range(7)), passes=[PREFILL, Pass("decode"), *rounds])
     base = [sample(4, 4.0, batch=i) for i in range(5)]
     fast = [replace(s, generation=alike) for s in base]
-    got = row(fast, base, base, quality="right", greedy=True, seed=0)
+    got = result_row(fast, base, base, quality="right", greedy=True, seed=0)
     assert got["interval_95"]["tau"] == [got["tau"]] * 2 == [3, 3]
     assert got["interval_95"]["tpf"] == [got["tpf"]] * 2 == [2, 2]
     # of 15 prompts one is 100 times as fast: no median of a resample sees it, a mean does wherever it is drawn
     wide = [sample(4, 4.0, batch=i) for i in range(15)]
     many = [replace(s, seconds=4 / (100 if i == 0 else 1)) for i, s in enumerate(wide)]
-    assert row(many, wide, wide, quality="right", greedy=True, seed=0)["interval_95"]["speedup"] == [1, 1]
+    assert result_row(many, wide, wide, quality="right", greedy=True, seed=0)["interval_95"]["speedup"] == [1, 1]

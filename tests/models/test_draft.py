@@ -126,19 +126,19 @@ def test_block_ids(toys: SimpleNamespace) -> None:
 def test_transition_is_the_head_slot_by_slot(toys: SimpleNamespace, head: str) -> None:
     draft = toys.draft(toys.target(), head=head)
     previous, hidden = torch.randint(10, (2, 3, 4)), torch.randn(2, 3, 4, 16, dtype=torch.float64)
-    codes, state = draft.transition(previous, hidden), None
+    codes, state = draft.markov_head.transition(previous, hidden), None
     for k in range(4):
         code, state = draft.markov_head.step(previous[..., k], hidden[..., k, :], state)
         torch.testing.assert_close(codes[..., k, :], code, **EXACT)
     if head == "rnn":  # the state carries the first token to the last slot
         other = previous.clone()
         other[..., 0] = (other[..., 0] + 1) % 10
-        assert not torch.allclose(draft.transition(other, hidden)[..., 3, :], codes[..., 3, :])
+        assert not torch.allclose(draft.markov_head.transition(other, hidden)[..., 3, :], codes[..., 3, :])
 
 
 def test_without_heads(toys: SimpleNamespace) -> None:
     draft = toys.draft(toys.target())
-    assert draft.transition(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, 16)).shape == (2, 4, 0)
+    assert draft.markov_head is None
     assert draft.confidence(torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, 16)) is None
 
 

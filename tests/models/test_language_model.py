@@ -25,10 +25,11 @@ from transformers import (
 
 import dspec
 from dspec.attention import masks
+from dspec.devices import check_bfloat16
 from dspec.errors import UserError
 from dspec.models import language_model as target_module
 from dspec.models.any_subset_model import lm_logits
-from dspec.models.language_model import _NORMS, ASSETS, LanguageModel, check_bfloat16, load_language_model
+from dspec.models.language_model import _NORMS, ASSETS, LanguageModel, load_language_model
 from dspec.provenance import fingerprint
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -261,7 +262,7 @@ def test_refusals(toys: SimpleNamespace, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, -4])
 def test_bfloat16_is_refused_where_it_kills_the_process(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_module.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=code))
+    monkeypatch.setattr("dspec.devices.subprocess.run", lambda *a, **k: SimpleNamespace(returncode=code))
     check_bfloat16.cache_clear()
     try:
         with _refused("ONEDNN_MAX_CPU_ISA") if code else nullcontext():

@@ -52,9 +52,9 @@ class DistributedBranches:
         self._exchange(lambda: dist.all_gather_into_tensor(gathered, packed.to(self.device), group=self.group))
         received = gathered.cpu().numpy().tobytes()
         size = _HEAD.size + slots * _GUESS.size
-        every = [_unpacked(received, at) for at in range(0, len(received), size)]
-        found = [[one for one in every[row :: len(results)] if one is not None] for row in range(len(results))]
-        return [min(row_results, key=lambda result: result.key) for row_results in found]
+        unpacked = [_unpacked(received, start) for start in range(0, len(received), size)]
+        by_row = [[r for r in unpacked[row :: len(results)] if r is not None] for row in range(len(results))]
+        return [min(row_results, key=lambda result: result.key) for row_results in by_row]
 
     def sync_winners(self, winners: Mapping[int, int], row_states: Sequence[RowState], cache: PositionCache) -> None:
         owners: dict[int, list[int]] = {}

@@ -103,7 +103,7 @@ def guess(
     """The token of each of N hidden states [D]: the most probable, or, with a temperature, one drawn at uniform_N[n]
     from the distribution under the sampling of row_N[n]. The mask token is banned. A guess's confidence is its
     probability or the negative entropy of its distribution; both are rounded to float32."""
-    made: list[Guess] = []
+    guesses: list[Guess] = []
     for part in row_chunks(len(hidden), model.vocab_size) if hidden else ():
         rows, uniform = row_N[part], torch.tensor(uniform_N[part], dtype=widest(model.device), device=model.device)
         with span("target LM head"):
@@ -119,5 +119,5 @@ def guess(
             probability = probs.gather(-1, tokens[:, None])[:, 0]
             confidence = probability if confidence_measure == PROBABILITY else -torch.special.entr(probs).sum(-1)
             values = (tokens.tolist(), probability.float().tolist(), confidence.float().tolist())
-        made += [Guess(*one) for one in zip(*values, strict=True)]
-    return made
+        guesses += [Guess(*one) for one in zip(*values, strict=True)]
+    return guesses

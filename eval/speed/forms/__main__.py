@@ -25,8 +25,8 @@ from rich.table import Table
 
 from dspec.atomic import write_json
 from dspec.config.compose import one_line_errors
+from dspec.devices import check_bfloat16
 from dspec.errors import UserError
-from dspec.models.language_model import check_bfloat16
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from eval.speed.forms import caching, plain_forms
