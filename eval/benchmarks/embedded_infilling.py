@@ -1,8 +1,8 @@
 """The embedded tasks with holes in their reference responses, which are to be filled in.
 
 A decoder is told how long the response is and where the holes are (the gold length: results carry it in their
-source). A problem is right if every equation of the filled response holds and its answer is the reference's; a function
-if it passes its hidden tests.
+source). A problem is right if every "=" of the filled response stands in an equation that holds, and its answer is
+the reference's; a function if it passes its hidden tests.
 
 `holes`: random tokens all over the response, one span of neighbouring tokens, or whole lines that follow one another;
 `hidden` is the share of the tokens or of the lines, at least one. Where they lie is drawn by the item's id.

@@ -33,8 +33,10 @@ def test_scores_from_samples_to_the_comparison(
     assert by_name["assd"]["scores"] == by_name["any_subset"]["scores"]  # greedy: the same texts
     assert [row["lossless"] for row in by_name.values()] == [True, True, False]
     assert found.run["benchmarks"]["stories_40"]["gold_length"]
+    assert all(row["gold_length"] is True for row in found.rows)
     shown, folder = capsys.readouterr().out, tmp_path / "run"
     assert "gen_ppl" in shown
+    assert "stories_40, T=0, 2 prompts, gold length" in shown
     assert "gen_ppl" in (folder / "table.md").read_text()
     assert "gen_ppl_mean" in (folder / "table.csv").read_text()
 

@@ -111,7 +111,7 @@ def test_pairs_go_by_prompt_not_by_place() -> None:
     assert paired_tests(shuffled, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 99.0}) == {
         "difference": 0, "n": 3, "t_p": 1, "wilcoxon_p": 1,
     }  # fmt: skip
-    assert paired_tests({"a": 2.0, "b": 3.0}, {"a": 1.0, "b": 2.0})["t_p"] == 0  # type: ignore[index]
+    assert paired_tests({"b": 3.0, "a": 2.0}, {"a": 1.0, "b": 2.0})["t_p"] == 0  # type: ignore[index]
     assert paired_tests({"a": 2.0}, {"a": 1.0}) is None
 
 
