@@ -86,7 +86,7 @@ def test_commands_compose(command: str) -> None:
         return
     flags = [arg for arg in args if arg.startswith("-")]
     assert set(flags) <= {"-m", "--help", "--cfg"}
-    overrides = [arg for arg in args if "=" in arg]
+    overrides = [arg for arg in args if "=" in arg or arg.startswith("~")]
     assert len(overrides) == len(args) - len(flags) - flags.count("--cfg")
     if "-m" not in flags:
         composed(CONFIG[module], overrides)

@@ -58,7 +58,7 @@ def filled_text(
     """One text of `length` tokens, the share `hidden` of them generated at temperature 1, `num_drafts` at a time."""
     target = model(str(dtype).removeprefix("torch."))
     stories = generate(task="stories", split="test", count=_STORIES, seed=0)
-    ids = [token for story in stories for token in plain_ids(target.tokenizer, story.response)][:length]
+    ids = plain_ids(target.tokenizer, "\n".join(story.response for story in stories))[:length]
     holes = sorted(random.Random(0).sample(range(length), round(hidden * length)))
     seen = sorted(set(range(length)) - set(holes))
     request = Request(
@@ -81,7 +81,7 @@ def filled_text(
 def pairs(*, small: bool) -> dict[str, Callable[[torch.dtype], Pair]]:
     """By name; `small` shrinks the texts."""
     text = partial(filled_text, model=trained, hidden=0.95)
-    lengths = {length: 12 if small else length for length in (64, 128, 256)}
+    lengths = {length: 12 if small else length for length in (64, 128, 256, 512)}
     return {
         **{f"any-subset, 95 % of {n}": partial(text, length=m, num_drafts=1) for n, m in lengths.items()},
         **{f"ASSD, 95 % of {n}": partial(text, length=m, num_drafts=5) for n, m in lengths.items()},
