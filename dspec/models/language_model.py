@@ -37,7 +37,7 @@ from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask, Predicate
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache, Window
 from dspec.models.mask_token import choose_mask_token
 from dspec.models.rotary import Rotary
@@ -89,7 +89,7 @@ class ModelOutput:
     features_BLF: Tensor  # the tapped layers' outputs, concatenated; width 0 when nothing is tapped
 
 
-class LanguageModel(Backbone):
+class LanguageModel(AnySubsetModel):
     """A decoder-only LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen until a method trains it."""
 
     def __init__(
@@ -206,7 +206,7 @@ class LanguageModel(Backbone):
         return output.hidden_BLD
 
 
-def causal(model: Backbone) -> LanguageModel:
+def require_causal(model: AnySubsetModel) -> LanguageModel:
     """The model itself. Raises UserError for one that does not write from left to right."""
     if not isinstance(model, LanguageModel):
         raise UserError(
@@ -236,7 +236,9 @@ def check_bfloat16() -> None:
         )
 
 
-def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token: int | str | None) -> Backbone:
+def load_language_model(
+    *, path: str, name: str, dtype: str, device: str, mask_token: int | str | None
+) -> AnySubsetModel:
     """A target from a local folder or the Hub, an XLNet included; `dtype` float32 | bfloat16 | float64, `mask_token` as
     in models/mask_token.py. Code in a folder is never run.
 
@@ -332,7 +334,7 @@ def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
 
 def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
     folder = str(ASSETS / name)
-    return causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token=None))
+    return require_causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token=None))
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:
