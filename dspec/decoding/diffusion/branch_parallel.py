@@ -96,7 +96,8 @@ class DistributedBranches:
 
 def join_processes(*, timeout_seconds: float, device: torch.device) -> DistributedBranches:
     """The ranks that torchrun started this process with, or those of the process group that it is in. They wait for one
-    another for at most `timeout_seconds`. Raises UserError for a time that is not positive, and in a single process."""
+    another for at most `timeout_seconds`. Raises UserError for a time that is not positive, in a single process, and
+    where one does not come."""
     if not 0 < timeout_seconds < _MAX_TIMEOUT_S:
         raise UserError(
             f"process_timeout_s={timeout_seconds} must be a positive number of seconds below {_MAX_TIMEOUT_S}"
@@ -108,7 +109,13 @@ def join_processes(*, timeout_seconds: float, device: torch.device) -> Distribut
     timeout = timedelta(seconds=timeout_seconds)
     if dist.is_initialized():
         return DistributedBranches(device, group=dist.new_group(timeout=timeout))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    except RuntimeError as error:
+        raise UserError(
+            f"not all processes have joined within process_timeout_s={timeout_seconds:g}: see their output, then start "
+            "all again"
+        ) from error
     atexit.register(dist.destroy_process_group)
     return DistributedBranches(device)
 

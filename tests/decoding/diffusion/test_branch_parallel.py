@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +31,11 @@ CPU = torch.device("cpu")
 WARM = Sampling(temperature=0.8, top_p=0.9)
 FULL: dict[str, Any] = {"window_attention": "full", "cache": "committed"}
 EXACT: dict[str, Any] = {"window_attention": "block_causal", "cache": "committed"}
+COLLECTIVES = (
+    "all_gather all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single "
+    "barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend monitored_barrier recv "
+    "recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+).split()
 PLAIN: dict[str, Any] = {"window_attention": "full", "cache": "none"}
 
 
@@ -163,6 +169,8 @@ def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> N
             sent.append(["broadcast", tensor.numel() * tensor.element_size()])
             return broadcast(tensor, **more)
 
+        for name in COLLECTIVES:  # whatever else is sent is counted, too
+            setattr(dist, name, lambda *a, n=name, **more: sent.append([n, 0]))
         branch_parallel.dist.all_gather_into_tensor = gathered
         branch_parallel.dist.broadcast = spread
         slots: list[int] = []
@@ -176,6 +184,7 @@ def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> N
         packets = [size for name, size in sent if name == "gather"]
         assert len(packets) == nfe
         assert packets == [16 + 12 * most for most in slots]
+        assert {name for name, _ in sent} == ({"gather", "broadcast"} if kind == "full" else {"gather"})
     spread = [[size for name, size in sent if name == "broadcast"] for sent, *_ in results]
     assert spread[0] == spread[1]
     if kind != "full":
@@ -232,6 +241,17 @@ def test_of_equal_branches_the_lowest_number_wins() -> None:
     packets = [BranchResult(0.5, 2, []), BranchResult(0.7, 3, []), BranchResult(0.7, 1, [])]
     assert min(packets, key=lambda packet: packet.key).branch == 1
     assert SingleProcess().select_best([None, packets[0]], 1) == [packets[0]]
+
+
+def test_a_rank_that_does_not_come_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 2}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match="not all processes have joined within process_timeout_s=1"):
+        join_processes(timeout_seconds=1, device=CPU)
 
 
 def test_joining_ranks(tmp_path: Path) -> None:
