@@ -337,9 +337,10 @@ def _draw_curve(
 
 
 def _bars(points: Sequence[Mapping[str, Any]], name: str) -> list[list[float]]:
-    """Lengths of error bars below and above each point."""
+    """Lengths of error bars below and above each point; 0 where its interval does not hold it: those of a bootstrap
+    need not, and rounding may put it just outside."""
     ends = [(point[name], *point[f"{name}_interval"]) for point in points]
-    return [[value - low for value, low, _ in ends], [high - value for value, _, high in ends]]
+    return [[max(0.0, value - low) for value, low, _ in ends], [max(0.0, high - value) for value, _, high in ends]]
 
 
 def _running_mean(values: Sequence[float], reach: int) -> list[float]:

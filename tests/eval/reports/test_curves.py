@@ -128,6 +128,8 @@ def test_a_temperature_has_points_of_its_own() -> None:
         {p["quality"] for p in points(content, [*samples(), *samples(warm)], temperature=t, along=None)} for t in (0, 1)
     ]
     assert qualities == [{0.5, 0.0}, {1.0}]
+    cold = points(content, [*samples(), *samples(warm)], temperature=0.0, along=None)
+    assert cold[0]["quality_interval"] == wilson(2, 4)
 
 
 def test_decoders_that_differ_in_the_setting_alone_are_a_curve() -> None:
