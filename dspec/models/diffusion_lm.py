@@ -28,11 +28,11 @@ from transformers import (
 from dspec.errors import UserError
 from dspec.models.language_model import (
     LanguageModel,
-    causal,
     checked_device,
     checkpoint_path,
     load_language_model,
     one_line_failure,
+    require_causal,
 )
 from dspec.models.mask_token import choose_mask_token
 
@@ -138,7 +138,8 @@ def load_diffusion_lm(
     _check_record(said, mask_token=mask_token, logit_shift=logit_shift, name=name)
     layout = _LAYOUTS.get(said.get("model_type", ""))
     if layout is None:
-        loaded = causal(load_language_model(path=path, name=name, dtype=dtype, device=device, mask_token=mask_token))
+        read = load_language_model(path=path, name=name, dtype=dtype, device=device, mask_token=mask_token)
+        loaded = require_causal(read)
     else:
         model, tokenizer = _read(path, _native_config(said, layout, name=name), layout, dtype=dtype, name=name)
         mask_token_id = choose_mask_token(model, tokenizer, mask_token, name=name)

@@ -84,8 +84,8 @@ def test_any_subset_decoders_refer_to_the_sequential_one(toys: SimpleNamespace) 
     base = instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.weights=base"]))
     assert base["assd"].baseline == "base_any_subset"
     assert base["assd"].baseline in variants(VARIANTS)
-    with pytest.raises(UserError, match="draft=self"):
-        instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.draft=bigram"]))
+    with pytest.raises(UserError, match="drafted_by=model"):
+        instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.drafted_by=bigram"]))
 
 
 @pytest.mark.slow

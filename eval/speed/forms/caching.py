@@ -69,7 +69,7 @@ def filled_text(
         stop_ids=(),
         seed=0,
     )
-    config = AnySubsetConfig(num_drafts=num_drafts, draft="self", bonus=False, tolerance=0.0)
+    config = AnySubsetConfig(num_drafts=num_drafts, drafted_by="model", bonus=False, tolerance=0.0)
 
     def form(decoder: type[AnySubset]) -> Form:
         built = decoder(target=target, config=config)
