@@ -25,8 +25,8 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
 from dspec.terminal import quiet
@@ -146,9 +146,9 @@ def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> 
     return chosen
 
 
-def left_to_right_model(model: Backbone) -> LanguageModel:
+def left_to_right_model(model: AnySubsetModel) -> LanguageModel:
     """The model itself. Raises UserError for one that Jacobi decoding is not for."""
-    target = causal(model)
+    target = require_causal(model)
     if TrainingRecord.read(target).attention is not None:
         raise UserError(
             f"{target.name!r} is a diffusion LM, the search is for Jacobi decoding: use "
