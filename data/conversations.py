@@ -21,8 +21,8 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.backbone import Backbone
-from dspec.models.language_model import causal
+from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.language_model import require_causal
 from dspec.provenance import fingerprint
 
 
@@ -41,7 +41,7 @@ class Conversations(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         source: PromptSource,
         policy: PromptPolicy,
         regeneration: Regeneration | None,
@@ -104,7 +104,7 @@ class Conversations(L.LightningDataModule):
             path=self.responses_path,
             settings=self.settings(),
             prompts=self.encoded("train"),
-            decoder=Autoregressive(target=causal(self.target)),
+            decoder=Autoregressive(target=require_causal(self.target)),
             sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,

@@ -37,7 +37,7 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.state import State
 from dspec.errors import UserError
 from dspec.jacobi_forcing.packing import Trajectory, pack_trajectories, trajectory_batch
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.progress import with_progress
 from dspec.seeding import prompt_seed
 
@@ -216,7 +216,7 @@ class Trajectories(Conversations):
             self.folder,
             self.settings(),
             self.encoded("train"),
-            Jacobi(target=causal(self.target), config=config),
+            Jacobi(target=require_causal(self.target), config=config),
             sampling=Sampling(**wanted),
             stop_ids=self.target.stop_ids,
             max_new_tokens=max_new,

@@ -29,13 +29,13 @@ from dspec.decoding.sigma_gpt import SigmaGPT
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.models.training_record import BLOCK_CAUSAL, FULL, TrainingRecord
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
-Base = Callable[[], Backbone]
+Base = Callable[[], AnySubsetModel]
 Build = Callable[..., Decoder]
 
 
@@ -55,7 +55,7 @@ class DecoderSpec:
     of_base: bool = False
     needs_draft: bool = False
 
-    def check(self, *, target: Backbone, draft: Draft | None) -> None:
+    def check(self, *, target: AnySubsetModel, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
         if not self.of_base:
             self.build(target=target, draft=draft)
@@ -66,9 +66,9 @@ def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
     return _spec(label, weights, base, build_ar)
 
 
-def build_ar(*, target: Backbone, draft: Draft | None) -> Decoder:
+def build_ar(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
     """Plain AR of the target. Raises UserError for one that only fills holes."""
-    return Autoregressive(target=causal(target))
+    return Autoregressive(target=require_causal(target))
 
 
 def speculative(
@@ -76,14 +76,14 @@ def speculative(
 ) -> DecoderSpec:
     """Speculative decoding with the drafter, with or without its sequential head; threshold 0 verifies every draft."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         if draft is None:
             raise UserError(
                 "decoder=speculative needs a drafter: train one (recipe=dspark) or use decoder=autoregressive"
             )
         proposer = DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes)
         policy = _verification(draft, proposer, confidence_threshold, sequential_head=sequential_head)
-        return Speculative(target=causal(target), proposer=proposer, policy=policy)
+        return Speculative(target=require_causal(target), proposer=proposer, policy=policy)
 
     return replace(_spec(label, weights, base, build), needs_draft=True)
 
@@ -112,10 +112,10 @@ def _verification(
 def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:
     """Drafts copied from the text so far; the drafter is not used."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         device = torch.device(target.device)
         proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
-        return Speculative(target=causal(target), proposer=proposer, policy=VerifyAll())
+        return Speculative(target=require_causal(target), proposer=proposer, policy=VerifyAll())
 
     return _spec(label, weights, base, build)
 
@@ -136,8 +136,8 @@ def jacobi(
         block_size=block_size, blocks=blocks, activation=activation, pool_size=pool_size, candidates=candidates
     )
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
-        return Jacobi(target=causal(target), config=config)
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+        return Jacobi(target=require_causal(target), config=config)
 
     return _spec(label, weights, base, build)
 
@@ -156,7 +156,7 @@ def assd(
 
 
 def _any_subset(label: str, weights: str, base: Base, config: AnySubsetConfig) -> DecoderSpec:
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         return AnySubset(target=target, config=config)
 
     return _spec(label, weights, base, build, baseline=ANY_SUBSET)
@@ -165,7 +165,7 @@ def _any_subset(label: str, weights: str, base: Base, config: AnySubsetConfig) -
 def sigma_gpt(*, label: str, weights: str, base: Base, num_orders: int) -> DecoderSpec:
     """Rejection sampling in random orders (sigma-GPT): biased; the drafter is not used."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         return SigmaGPT(target=target, num_orders=num_orders)
 
     return _spec(label, weights, base, build, baseline=ANY_SUBSET)
@@ -180,16 +180,16 @@ def diffusion(
     """A diffusion LM's most confident tokens, a fixed number per pass, block after block; with one the baseline of all
     its decoders."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=1.0, min_fills=tokens_per_step
         )
-        return _block_by_block(causal(target), rules, attention, NONE)
+        return _block_by_block(require_causal(target), rules, attention, NONE)
 
     return _spec(label, weights, base, build, baseline=DIFFUSION)
 
 
-def confidence_threshold(
+def fast_dllm(
     *,
     label: str,
     weights: str,
@@ -201,11 +201,11 @@ def confidence_threshold(
 ) -> DecoderSpec:
     """A diffusion LM's tokens that are probable enough, at least one per pass, block after block."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=threshold, min_fills=1
         )
-        return _block_by_block(causal(target), rules, attention, cache)
+        return _block_by_block(require_causal(target), rules, attention, cache)
 
     return _spec(label, weights, base, build, baseline=DIFFUSION)
 
@@ -222,7 +222,7 @@ def d2f(
 ) -> DecoderSpec:
     """Several blocks of a diffusion LM at a time, under block-causal attention, cached exactly."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size,
             append_ratio=append_ratio,
@@ -230,7 +230,7 @@ def d2f(
             threshold=threshold,
             min_fills=1,
         )
-        return _block_diffusion(causal(target), rules, BLOCK_CAUSAL, COMMITTED)
+        return _block_diffusion(require_causal(target), rules, BLOCK_CAUSAL, COMMITTED)
 
     return _spec(label, weights, base, build, baseline=DIFFUSION)
 
@@ -255,7 +255,7 @@ def lopa(
     """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM. With a
     `process_timeout_s` they are divided over processes, which wait for one another so many seconds."""
 
-    def build(*, target: Backbone, draft: Draft | None) -> Decoder:
+    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size,
             append_ratio=append_ratio,
@@ -267,7 +267,9 @@ def lopa(
         executor: BranchExecutor = SingleProcess()
         if process_timeout_s is not None:
             executor = join_processes(timeout_seconds=process_timeout_s, device=torch.device(target.device))
-        return _block_diffusion(causal(target), rules, window_attention, cache, lookahead, confidence_measure, executor)
+        return _block_diffusion(
+            require_causal(target), rules, window_attention, cache, lookahead, confidence_measure, executor
+        )
 
     return _spec(label, weights, base, build, baseline=DIFFUSION)
 
@@ -320,6 +322,6 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str =
     return DecoderSpec(label=label, build=build, baseline=f"base_{baseline}", infills=infills, of_base=True)
 
 
-def on_base(*, target: Backbone, base: Base, build: Build, **parts: Any) -> Decoder:
+def on_base(*, target: AnySubsetModel, base: Base, build: Build, **parts: Any) -> Decoder:
     """`build` on the base, in the trained target's dtype and on its device; without the target's drafter."""
     return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})

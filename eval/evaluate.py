@@ -20,7 +20,7 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
@@ -84,7 +84,7 @@ class Evaluation:
     def encode_prompts(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
@@ -114,7 +114,7 @@ class Evaluation:
     def __call__(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
@@ -154,7 +154,7 @@ class Evaluation:
     def rows(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
@@ -223,7 +223,7 @@ class Evaluation:
 
     def _check_ar(
         self,
-        target: Backbone,
+        target: AnySubsetModel,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         encoded: Mapping[str, EncodedPrompts],
@@ -247,7 +247,7 @@ class Evaluation:
         )
 
     def _decode(
-        self, condition: _Condition, target: Backbone, stop_ids: Sequence[int], log: SampleLog, meter: Meter
+        self, condition: _Condition, target: AnySubsetModel, stop_ids: Sequence[int], log: SampleLog, meter: Meter
     ) -> bool:
         """Decodes and logs the samples that are not in `log` yet; returns whether there were any."""
         name, sampling, decoders = condition.name, condition.sampling, condition.decoders
@@ -304,7 +304,7 @@ class Evaluation:
         return bool(batches)
 
     def _rows(
-        self, condition: _Condition, target: Backbone, specs: Mapping[str, DecoderSpec], log: SampleLog
+        self, condition: _Condition, target: AnySubsetModel, specs: Mapping[str, DecoderSpec], log: SampleLog
     ) -> list[ResultRow]:
         samples = log.select(condition.name, condition.sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in condition.decoders}
@@ -340,7 +340,7 @@ def _verdict_data(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def _fitting(
-    target: Backbone, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy
+    target: AnySubsetModel, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy
 ) -> EncodedPrompts:
     """Items and prompts, without the texts with holes that do not fit the model: no setting would shorten those. Raises
     UserError if none is left."""

@@ -16,12 +16,12 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
-from dspec.models.backbone import Backbone
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.language_model import LanguageModel, require_causal
 from eval.intervals import median_interval
 
 
-def timed(target: Backbone, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(target: AnySubsetModel, work: Callable[[], Any]) -> tuple[Any, float]:
     """The result of `work` and its seconds; synchronises CUDA."""
     _synchronise(target)
     start = time.perf_counter()
@@ -30,13 +30,13 @@ def timed(target: Backbone, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _synchronise(target: Backbone) -> None:
+def _synchronise(target: AnySubsetModel) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def against_generate(
-    target: Backbone,
+    target: AnySubsetModel,
     prompts: Sequence[list[int]],
     *,
     batch_size: int,
@@ -52,7 +52,7 @@ def against_generate(
     ratios: list[float] = []
     interval: list[float] | None = None
     if most:
-        model = causal(target)
+        model = require_causal(target)
         batches = [list(prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
         _ratio(model, batches[0], max_new_tokens, stop_ids, ours_first=True)
         for number, batch in enumerate(itertools.islice(itertools.cycle(batches), most)):

@@ -18,7 +18,7 @@ from dspec.decoding.any_subset import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import embedded_any_subset, load_language_model
 from dspec.terminal import quiet
 from eval.prompts import EncodedPrompt
@@ -51,7 +51,7 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
     return EncodedPrompt(ids=ids, max_new_tokens=len(holes), positions=[*seen, *holes], start=len(turn))
 
 
-def _model(folder: str | None) -> Backbone:
+def _model(folder: str | None) -> AnySubsetModel:
     if folder is None:
         return embedded_any_subset(dtype="float32", device="cpu")
     return load_language_model(path=folder, name=folder, dtype="float32", device="cpu", mask_token_id=None)

@@ -8,10 +8,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from data.chat import PromptPolicy
 from dspec.config.compose import instantiate
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft
-from dspec.models.language_model import causal, load_language_model
+from dspec.models.language_model import load_language_model, require_causal
 from eval.checkpoints import check_model, checkpoint_of, draft_folder, has_target, run_config
 
 
@@ -19,7 +19,7 @@ from eval.checkpoints import check_model, checkpoint_of, draft_folder, has_targe
 class LoadedModel:
     """The models under evaluation; `label` is the name of the drafter or training method in the table."""
 
-    target: Backbone
+    target: AnySubsetModel
     draft: Draft | None
     label: str
     policy: PromptPolicy
@@ -37,7 +37,7 @@ def load_model(cfg: DictConfig) -> LoadedModel:
     stored = run_config(checkpoint)
     _fill_in(cfg, stored, folder)
     target = _target(cfg.target, checkpoint)
-    draft = from_pretrained(folder, target=causal(target), layout=cfg.layout) if folder is not None else None
+    draft = from_pretrained(folder, target=require_causal(target), layout=cfg.layout) if folder is not None else None
     trained = (stored.get("data") or {}).get("policy") or (draft.metadata.prompt_policy if draft is not None else {})
     policy = (
         PromptPolicy(system=trained["system"], thinking=trained["thinking"]) if trained else instantiate(cfg.policy)
@@ -55,7 +55,7 @@ def _fill_in(cfg: DictConfig, stored: dict[str, Any], folder: Path | None) -> No
             cfg.data = {"block_size": data["block_size"]}
 
 
-def _target(node: DictConfig, checkpoint: Path | None) -> Backbone:
+def _target(node: DictConfig, checkpoint: Path | None) -> AnySubsetModel:
     """The target that a run trained, with dtype and device of `node` (its base); without such a run, `node` itself."""
     if checkpoint is None or not has_target(checkpoint) or (checkpoint / "draft").is_dir():
         return instantiate(node)

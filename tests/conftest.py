@@ -33,7 +33,7 @@ from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch, Streams
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
@@ -283,7 +283,9 @@ def infilling(
     return made
 
 
-def conditional(of: Backbone, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int) -> Tensor:
+def conditional(
+    of: AnySubsetModel, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int
+) -> Tensor:
     """Logits of an any-subset model for `place` given all of `tokens`, which are in order of generation: one query and
     no cache. Of a causal LM by a mask written out, of an XLNet by transformers' own pass over the whole text."""
     n, mask_token = len(tokens), torch.tensor([of.mask_token_id])

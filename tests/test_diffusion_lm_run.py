@@ -43,7 +43,7 @@ def teacher(small_job: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_teacher_is_evaluated_as_it_was_trained(teacher: Path) -> None:
     assert record(teacher) == TrainingRecord(FULL, 8, shift=True)
     found = [(row["decoder"]["name"], row["decoder"]["block_size"]) for row in rows(teacher)]
-    assert found == [("diffusion", 8), ("confidence_threshold", 8)] * 2
+    assert found == [("diffusion", 8), ("fast_dllm", 8)] * 2
     assert {row["decoder"]["trained_attention"] for row in rows(teacher)} == {FULL}
 
 
@@ -54,7 +54,7 @@ def test_a_student_of_its_folder_and_an_interrupted_run_goes_on(
     own = [*FEW, "target=hf", f"target.path={teacher / 'target'}", "decoder.lopa.branches=2"]
     whole = small_job.run(tmp_path / "whole", *own, recipe="d2f", without=WITHOUT)
     assert record(whole) == TrainingRecord(BLOCK_CAUSAL, 8, shift=True)
-    assert [row["decoder"]["name"] for row in rows(whole)] == ["diffusion", "confidence_threshold", "d2f", "lopa"] * 2
+    assert [row["decoder"]["name"] for row in rows(whole)] == ["diffusion", "fast_dllm", "d2f", "lopa"] * 2
     assert {row["decoder"]["trained_attention"] for row in rows(whole)} == {BLOCK_CAUSAL}
     steps = 0
 

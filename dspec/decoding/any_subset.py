@@ -33,7 +33,7 @@ from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache
 from dspec.spans import span
 
@@ -78,7 +78,7 @@ class RowQuery:
         return len(self.tokens) - self.start + len(self.queried)
 
 
-def query_logits(model: Backbone, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
+def query_logits(model: AnySubsetModel, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
     """Logits [B, Q, V] of the position queries, -inf for the mask token; undefined after a row's last query."""
     B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.queried) for row in rows))
     token_count_B = torch.tensor([len(row.tokens) - row.start for row in rows])
@@ -109,7 +109,9 @@ def query_logits(model: Backbone, rows: Sequence[RowQuery], *, cache: PositionCa
 
 
 @torch.inference_mode()
-def joint_log_density(model: Backbone, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
+def joint_log_density(
+    model: AnySubsetModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int
+) -> Tensor:
     """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
     [len(ids) - prompt_length]. `ids` and `positions` are by place. The density that decoding is tested
     against; likelihood.py scores batches. Raises UserError as decoding does."""
@@ -138,7 +140,7 @@ class AnySubset:
     """Sequential and speculative any-subset decoding of any batch. In one pass some rows may draft while the drafts of
     others are verified."""
 
-    def __init__(self, *, target: Backbone, config: AnySubsetConfig) -> None:
+    def __init__(self, *, target: AnySubsetModel, config: AnySubsetConfig) -> None:
         """Raises UserError for a model without a mask token."""
         target.required_mask_token()
         self.target, self.config = target, config
@@ -318,7 +320,7 @@ def _positions(request: Request) -> Sequence[int]:
     return range(len(request.ids) + request.max_new_tokens) if request.positions is None else request.positions
 
 
-def _check_positions(model: Backbone, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
+def _check_positions(model: AnySubsetModel, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
     """Raises UserError for positions that do not fit the tokens or the model; `i` is the request's index."""
     if len(positions) != len(ids) + holes:
         raise UserError(

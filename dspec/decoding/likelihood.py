@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dspec.decoding.any_subset import RowQuery, query_logits
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
-from dspec.models.language_model import causal
+from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.language_model import require_causal
 from dspec.precision import widest
 
 
@@ -41,7 +41,7 @@ class Likelihood:
 
 
 @torch.inference_mode()
-def log_likelihoods(model: Backbone, texts: Sequence[Continuation], *, any_subset: bool) -> list[Likelihood]:
+def log_likelihoods(model: AnySubsetModel, texts: Sequence[Continuation], *, any_subset: bool) -> list[Likelihood]:
     """The texts' likelihoods in one pass: the joint density of an `any_subset` model, or a causal model's.
 
     Raises UserError for a text without context, with nothing to score or longer than the model's context, for an
@@ -58,12 +58,12 @@ def log_likelihoods(model: Backbone, texts: Sequence[Continuation], *, any_subse
     return found
 
 
-def longest(model: Backbone, *, any_subset: bool) -> int:
+def longest(model: AnySubsetModel, *, any_subset: bool) -> int:
     """Tokens of the longest text that can be scored: a causal model does not read the last one."""
     return model.max_positions if any_subset else model.max_positions + 1
 
 
-def check_text(model: Backbone, text: Continuation, number: int, *, any_subset: bool) -> None:
+def check_text(model: AnySubsetModel, text: Continuation, number: int, *, any_subset: bool) -> None:
     """Raises UserError for a text, the `number`-th, that cannot be scored."""
     if not text.context:
         raise UserError(f"text {number} has no visible token: it is scored given at least one before it")
@@ -73,20 +73,20 @@ def check_text(model: Backbone, text: Continuation, number: int, *, any_subset: 
         raise UserError(f"text {number} has {length} tokens, the context of {model.name!r} {model.max_positions}")
 
 
-def _causal_logits(model: Backbone, texts: Sequence[Continuation]) -> list[Tensor]:
+def _causal_logits(model: AnySubsetModel, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text."""
     rows = [[*text.context, *text.tokens][:-1] for text in texts]  # no token depends on the last token
     ids_BL = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for b, row in enumerate(rows):
         ids_BL[b, : len(row)] = torch.tensor(row)
-    hidden_BLD = causal(model)(ids_BL.to(model.device)).hidden_BLD
+    hidden_BLD = require_causal(model)(ids_BL.to(model.device)).hidden_BLD
     return [
         model.logits(hidden_BLD[b, len(row) - len(text.tokens) : len(row)])
         for b, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
 
 
-def _any_subset_logits(model: Backbone, texts: Sequence[Continuation]) -> list[Tensor]:
+def _any_subset_logits(model: AnySubsetModel, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text, that of the mask token -inf."""
     rows = []
     for text in texts:

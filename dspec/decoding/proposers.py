@@ -14,7 +14,7 @@ from dspec.attention import masks
 from dspec.decoding.sampling import SamplingBatch, draw
 from dspec.decoding.state import PerRow
 from dspec.errors import UserError
-from dspec.models.backbone import lm_logits
+from dspec.models.any_subset_model import lm_logits
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft
 from dspec.spans import span

@@ -16,7 +16,7 @@ from dspec.attention import masks
 from dspec.losses import check_chunk, chunked_sum, token_loss
 from dspec.method import Batch, LossOutput, Method
 from dspec.models.export import export_language_model
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 
 
 class ARBase(Method):
@@ -26,7 +26,7 @@ class ARBase(Method):
 
     def __init__(self, *, target: LanguageModel, chunk_mb: float) -> None:
         super().__init__()
-        self.target, self.chunk_mb = causal(target), check_chunk(chunk_mb)
+        self.target, self.chunk_mb = require_causal(target), check_chunk(chunk_mb)
         target.model.requires_grad_(True)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:

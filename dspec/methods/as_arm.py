@@ -21,7 +21,7 @@ ablation, Figure 3). MASK is never predicted: its logit is left out of the softm
 Departures: the model may be an ordinary causal LM whose weights serve both streams; (sigma, m) is drawn for
 each row (released code: once for a micro-batch); mask rates follow one low-discrepancy sequence over rows, accumulated
 batches and ranks (appendix E.1; the released code stratifies over accumulated batches or over ranks); validation uses
-the rates at the end of the ramp throughout, so that its losses are comparable; `lookahead` hides from a query some of
+the rates at the end of the ramp throughout, so that its losses are comparable; `draft_depth` hides from a query some of
 the predicted tokens before its own, as parallel drafting does. In binary-lattice order the paper's loss never trains
 that case: all tokens to the left of a query's position are visible to it.
 
@@ -41,7 +41,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_without
 from dspec.method import Batch, LossOutput, Method
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.export import export_language_model
 from dspec.precision import widest
 from dspec.seeding import low_discrepancy
@@ -103,12 +103,12 @@ def row_lengths(supervised_BL: Tensor) -> list[int]:
 
 
 def draw_order(
-    length: int, rate: float, generator: Generator, *, order: str, first_visible: bool, lookahead: int
+    length: int, rate: float, generator: Generator, *, order: str, first_visible: bool, draft_depth: int
 ) -> Order:
     """A random order with floor(rate * length) predicted tokens, at least one and not all.
 
     A row of one token has no predicted token. With `first_visible` the row's first token is in the prompt. The limit of
-    each query is 0 to `lookahead - 1` places before its own token, uniformly, but not before the prompt's end.
+    each query is 0 to `draft_depth - 1` places before its own token, uniformly, but not before the prompt's end.
     """
     predicted = min(max(floor(rate * length), 1), length - 1)
     first = int(first_visible)
@@ -116,7 +116,7 @@ def draw_order(
     position_P, given = shuffled[:predicted], shuffled[predicted:].sort().values
     position_P = position_P.sort().values if order == "sorted" else position_P
     prompt = length - predicted
-    hidden_before_P = torch.randint(lookahead, (predicted,), generator=generator)
+    hidden_before_P = torch.randint(draft_depth, (predicted,), generator=generator)
     limit_P = (torch.arange(prompt, length) - hidden_before_P).clamp(min=prompt)
     return Order(torch.cat([torch.arange(first), given, position_P]), prompt, limit_P)
 
@@ -143,17 +143,17 @@ class ASARM(Method):
     def __init__(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         tuning: Tuning,
         rate: MaskRate,
         order: str,
         first_visible: bool,
-        lookahead: int,
+        draft_depth: int,
         normalisation: str,
         chunk_mb: float,
     ) -> None:
         """`order` of the predicted tokens: sorted | random. `first_visible` keeps a row's first token in the prompt. A
-        query sees 0 to `lookahead - 1` fewer of the predicted tokens before its own (1: the paper's loss).
+        query sees 0 to `draft_depth - 1` fewer of the predicted tokens before its own (1: the paper's loss).
         `normalisation` per_token is the sum of eq. 7 over all tokens of the batch, divided by their number; per_row
         the mean over each row's predicted tokens, averaged over rows (as released).
 
@@ -166,10 +166,12 @@ class ASARM(Method):
             raise UserError(
                 f"method.normalisation={normalisation} is unknown; choose one of {', '.join(NORMALISATIONS)}"
             )
-        if lookahead < 1:
-            raise UserError(f"method.lookahead={lookahead} must be at least 1 (a query sees all tokens before its own)")
+        if draft_depth < 1:
+            raise UserError(
+                f"method.draft_depth={draft_depth} must be at least 1 (a query sees all tokens before its own)"
+            )
         self.target, self.tuning, self.rate, self.mask_token_id = target, tuning, rate, target.required_mask_token()
-        self.order, self.first_visible, self.lookahead = order, first_visible, lookahead
+        self.order, self.first_visible, self.draft_depth = order, first_visible, draft_depth
         self.normalisation, self.chunk_mb = normalisation, check_chunk(chunk_mb)
         self.register_buffer("steps_done", torch.zeros((), dtype=torch.long))  # kept in checkpoints
         tuning.prepare(target)
@@ -187,7 +189,7 @@ class ASARM(Method):
                 generator,
                 order=self.order,
                 first_visible=self.first_visible,
-                lookahead=self.lookahead,
+                draft_depth=self.draft_depth,
             )
             for length, number, generator in zip(lengths, batch.row_numbers, generators, strict=True)
         ]

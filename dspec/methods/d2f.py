@@ -42,9 +42,9 @@ from dspec.masked_diffusion.answers import AnswerLayout, Answers
 from dspec.masked_diffusion.noise import BlockRates, Noise, draw_noise
 from dspec.method import Batch, LossOutput, Method
 from dspec.methods.masked_diffusion import by_part, predicting_states
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.export import export_language_model
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.models.training_record import BLOCK_CAUSAL, TrainingRecord
 from dspec.tuning import LoRA, Tuning
 
@@ -64,7 +64,7 @@ class D2F(Method):
     def __init__(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         tuning: Tuning,
         layout: AnswerLayout,
         rates: BlockRates,
@@ -90,7 +90,7 @@ class D2F(Method):
                 "recipe=d2f needs method/tuning=lora: its teacher is the same model with the adapter off, which full "
                 "fine-tuning does not have"
             )
-        self.target, self.tuning = causal(target), tuning
+        self.target, self.tuning = require_causal(target), tuning
         self.mask_token_id = target.required_mask_token()
         self.shift = _shift(self.target, shift)
         self.layout, self.rates, self.chunk_mb = layout, rates, check_chunk(chunk_mb)

@@ -31,7 +31,7 @@ from dspec.jacobi_forcing.teachers import Teacher
 from dspec.losses import check_chunk, chunked_sum, consistency_loss, token_loss
 from dspec.method import Batch, LossOutput, Method
 from dspec.models.export import export_language_model
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.precision import widest
 from dspec.tuning import Tuning
 
@@ -82,7 +82,7 @@ class JacobiForcing(Method):
             raise UserError(f"method.temperature={temperature} must be above 0")
         if decay is not None and decay <= 0:
             raise UserError(f"method.decay={decay} must be above 0 tokens (null: all tokens count equally)")
-        target = causal(target)
+        target = require_causal(target)
         self.target, self.schedule, self.distance, self.window = target, schedule, distance, window
         self.teacher, self.tuning, self.normalisation = teacher, tuning, normalisation
         self.consistency_weight, self.ar_weight, self.ar_on_prompt = consistency_weight, ar_weight, ar_on_prompt

@@ -32,9 +32,9 @@ from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_withou
 from dspec.masked_diffusion.answers import AnswerLayout, Answers
 from dspec.masked_diffusion.noise import BlockRates, Noise, draw_noise
 from dspec.method import Batch, LossOutput, Method, Metrics
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.export import export_language_model
-from dspec.models.language_model import causal
+from dspec.models.language_model import require_causal
 from dspec.models.training_record import FULL, TrainingRecord
 from dspec.tuning import Tuning
 
@@ -48,7 +48,7 @@ class MaskedDiffusion(Method):
     def __init__(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         tuning: Tuning,
         layout: AnswerLayout,
         rates: BlockRates,
@@ -57,7 +57,7 @@ class MaskedDiffusion(Method):
     ) -> None:
         """Raises UserError for a target without a mask token."""
         super().__init__()
-        self.target, self.tuning = causal(target), tuning
+        self.target, self.tuning = require_causal(target), tuning
         self.mask_token_id = target.required_mask_token()
         self.layout, self.rates, self.shift, self.chunk_mb = layout, rates, shift, check_chunk(chunk_mb)
         TrainingRecord(FULL, layout.block_size, shift).write(self.target)

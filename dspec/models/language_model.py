@@ -36,7 +36,7 @@ from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.attention.masks import Mask, Predicate
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache, Window
 from dspec.models.rotary import Rotary
 from dspec.models.xlnet import MODEL_TYPE as XLNET
@@ -87,7 +87,7 @@ class ModelOutput:
     features_BLF: Tensor  # the tapped layers' outputs, concatenated; width 0 when nothing is tapped
 
 
-class LanguageModel(Backbone):
+class LanguageModel(AnySubsetModel):
     """A decoder-only LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen until a method trains it."""
 
     def __init__(
@@ -204,7 +204,7 @@ class LanguageModel(Backbone):
         return output.hidden_BLD
 
 
-def causal(model: Backbone) -> LanguageModel:
+def require_causal(model: AnySubsetModel) -> LanguageModel:
     """The model itself. Raises UserError for one that does not write from left to right."""
     if not isinstance(model, LanguageModel):
         raise UserError(
@@ -234,7 +234,7 @@ def check_bfloat16() -> None:
         )
 
 
-def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> Backbone:
+def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token_id: int | None) -> AnySubsetModel:
     """A target from a local folder or the Hub, an XLNet included; `dtype` float32 | bfloat16 | float64.
 
     Raises UserError if the model or its tokenizer cannot be loaded.
@@ -305,7 +305,7 @@ def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
 
 def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
     folder = str(ASSETS / name)
-    return causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token_id=None))
+    return require_causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token_id=None))
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
 
 
@@ -27,7 +27,7 @@ class TrainingData(Protocol):
 class DecoderSpec(Protocol):
     """A decoder that is built when it is needed (eval/decoders.py)."""
 
-    def check(self, *, target: Backbone, draft: Draft | None) -> None:
+    def check(self, *, target: AnySubsetModel, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects."""
         ...
 
@@ -38,7 +38,7 @@ class Evaluation(Protocol):
     def encode_prompts(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, object],
         policy: object,
@@ -49,7 +49,7 @@ class Evaluation(Protocol):
     def __call__(
         self,
         *,
-        target: Backbone,
+        target: AnySubsetModel,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, object],

@@ -25,7 +25,7 @@ from dspec.decoding.generation import Generation, Pass
 from dspec.decoding.likelihood import Continuation, Likelihood, check_text, log_likelihoods
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.provenance import fingerprint, provenance
 from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
@@ -48,7 +48,7 @@ class Distribution:
     """What scores: a model, and how it is read."""
 
     label: str
-    model: Backbone
+    model: AnySubsetModel
     any_subset: bool
 
 
@@ -85,7 +85,7 @@ class Task:
     left_out: int  # questions that cannot be scored
 
 
-def encoded_task(model: Backbone, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
+def encoded_task(model: AnySubsetModel, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
     """Leaves out what cannot be scored, with a warning. Raises UserError if nothing is left."""
     texts = []
     unfit: list[str] = []

@@ -24,7 +24,7 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.language_model import LanguageModel, causal
+from dspec.models.language_model import LanguageModel, require_causal
 from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
 from dspec.terminal import quiet
@@ -159,7 +159,7 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: SearchSe
         raise UserError("a benchmark has no prompts: set its count, and limit, to at least 1")
     log.info("searching %d configurations on %d prompts in %s", len(settings.configs), len(prompts), run_dir)
     with torch.inference_mode():
-        points, roofline = Search(settings)(causal(loaded.target), prompts, seed=cfg.seed)
+        points, roofline = Search(settings)(require_causal(loaded.target), prompts, seed=cfg.seed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     dtype = str(loaded.target.dtype).removeprefix("torch.")
     made = provenance(

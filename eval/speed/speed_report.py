@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from dspec.atomic import write_json
 from dspec.config.compose import instantiate
-from dspec.models.language_model import causal
+from dspec.models.language_model import require_causal
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark
 from eval.job import EvaluationResult, run_evaluation
@@ -54,8 +54,8 @@ class SpeedReport:
             )
         with torch.inference_mode():
             rounds = self._rounds(done)
-            verify = verify_cost(causal(target), **self.settings.curves)
-            drafted = draft_cost(causal(target), draft, **self.settings.curves) if draft is not None else []
+            verify = verify_cost(require_causal(target), **self.settings.curves)
+            drafted = draft_cost(require_causal(target), draft, **self.settings.curves) if draft is not None else []
         return {"speeds": lines, "rounds": rounds, "verify_cost": verify, "draft_cost": drafted}
 
     def _rounds(self, done: EvaluationResult) -> list[dict[str, Any]]:

@@ -124,9 +124,9 @@ LABELS = {  # as results and tables had them when each decoder was a file of its
     "base_autoregressive": "AR base", "base_jacobi": "base, K=2 + recycling", "base_jacobi_single": "base, Jacobi",
     "base_jacobi_recycling": "base, recycling", "base_jacobi_multiblock": "base, K=2",
     "diffusion": "diffusion", "base_diffusion": "base, diffusion", "d2f": "D2F", "lopa": "LoPA, k=14",
-    "confidence_threshold": "confidence > 0.9", "base_confidence_threshold": "base, confidence > 0.9",
-    "confidence_threshold_prefix": "confidence > 0.9, prefix (approximate)",
-    "confidence_threshold_dual": "confidence > 0.9, dual (approximate)",
+    "fast_dllm": "confidence > 0.9", "base_fast_dllm": "base, confidence > 0.9",
+    "fast_dllm_prefix": "confidence > 0.9, prefix (approximate)",
+    "fast_dllm_dual": "confidence > 0.9, dual (approximate)",
     "lopa_block_causal": "LoPA, k=14, block-causal", "lopa_uncached": "LoPA, k=14, uncached",
     "base_any_subset": "base, any-subset", "any_subset": "any-subset", "assd": "ASSD", "assd_ngram": "ASSD, n-gram",
     "sigma_gpt": "sigma-GPT (biased)",
@@ -154,12 +154,12 @@ def test_weights_are_trained_or_base() -> None:
 
 def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
     """Their baseline is diffusion, one token a pass; every key reaches the decoder."""
-    names = ["diffusion", "confidence_threshold", "d2f", "lopa"]
+    names = ["diffusion", "fast_dllm", "d2f", "lopa"]
     said = [
         "decoder.diffusion.tokens_per_step=2", "decoder.diffusion.block_size=8",
-        "decoder.diffusion.attention=block_causal", "decoder.confidence_threshold.threshold=0.7",
-        "decoder.confidence_threshold.block_size=null", "decoder.confidence_threshold.cache=dual",
-        "decoder.confidence_threshold.attention=full", "decoder.d2f.append_ratio=0.3", "decoder.d2f.activate_ratio=0.8",
+        "decoder.diffusion.attention=block_causal", "decoder.fast_dllm.threshold=0.7",
+        "decoder.fast_dllm.block_size=null", "decoder.fast_dllm.cache=dual",
+        "decoder.fast_dllm.attention=full", "decoder.d2f.append_ratio=0.3", "decoder.d2f.activate_ratio=0.8",
         "decoder.d2f.threshold=0.6", "decoder.d2f.block_size=5", "decoder.lopa.window_attention=block_causal",
         "decoder.lopa.branches=2", "decoder.lopa.branch_score=lowest_segment", "decoder.lopa.segment=3",
         "decoder.lopa.confidence_measure=entropy", "decoder.lopa.cache=none", "decoder.lopa.block_size=6",
@@ -174,7 +174,7 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
     exact = {"attention": "block_causal", "cache": "committed"}
     assert told == {
         "diffusion": alone | one_by_one | exact | {"block_size": 8, "threshold": 1.0, "min_fills": 2},
-        "confidence_threshold": alone
+        "fast_dllm": alone
         | one_by_one
         | {"attention": "full", "cache": "dual", "block_size": None, "threshold": 0.7, "min_fills": 1},
         "d2f": alone
@@ -193,7 +193,7 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
         | {"confidence_measure": "entropy"},
     }
     assert {spec.baseline for spec in specs.values()} == {"diffusion"}
-    chosen = "diffusion,confidence_threshold,base_diffusion,base_confidence_threshold"
+    chosen = "diffusion,fast_dllm,base_diffusion,base_fast_dllm"
     base = instantiate_decoders(composed("eval", ["target=tiny", f"decoder=[{chosen}]"]))
     assert [spec.baseline for spec in base.values()] == ["diffusion"] * 2 + ["base_diffusion"] * 2
 
@@ -206,7 +206,7 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
         ("d2f.block_size=0", "block_size=0"), ("lopa.branches=-1", "branches=-1"),
         ("lopa.cache=exact", "cache=exact"), ("lopa.branch_score=max", "branch_score=max"),
         ("lopa.window_attention=causal", "attention=causal"), ("diffusion.tokens_per_step=0", "at least one slot"),
-        ("confidence_threshold.cache=prefixes", "cache=prefixes"),
+        ("fast_dllm.cache=prefixes", "cache=prefixes"),
         ("lopa.confidence_measure=best", "confidence_measure=best"),
         ("jacobi.block_size=null", "jacobi.block_size=null must be an integer"),
     ],

@@ -18,7 +18,7 @@ from data.packed_corpus import document_batch
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.methods.as_arm import ASARM, MaskRate, Order, draw_order, layout, row_lengths
-from dspec.models.backbone import Backbone
+from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.seeding import GOLDEN_RATIO
 from dspec.training.lit_module import LitModule
@@ -29,10 +29,10 @@ WIDE = MaskRate(low=[0.1, 0.1], high=[1.0, 1.0], steps=0)
 MASK = 10  # of the toys: their last token
 
 
-def method(target: Backbone, **changes: Any) -> ASARM:
+def method(target: AnySubsetModel, **changes: Any) -> ASARM:
     settings: dict[str, Any] = {
         "tuning": FullFineTuning(interpolation=1.0), "rate": WIDE, "order": "sorted", "first_visible": False,
-        "lookahead": 1, "normalisation": "per_token", "chunk_mb": 6e-4,
+        "draft_depth": 1, "normalisation": "per_token", "chunk_mb": 6e-4,
     }  # fmt: skip
     return ASARM(target=target, **(settings | changes))
 
@@ -54,8 +54,8 @@ def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [torch.randint(MASK, (n,), generator=generator).tolist() for n in lengths]
 
 
-def orders(lengths: Sequence[int], *, order: str = "sorted", lookahead: int = 1, seed: int = 0) -> list[Order]:
-    how: dict[str, Any] = {"order": order, "first_visible": False, "lookahead": lookahead}
+def orders(lengths: Sequence[int], *, order: str = "sorted", draft_depth: int = 1, seed: int = 0) -> list[Order]:
+    how: dict[str, Any] = {"order": order, "first_visible": False, "draft_depth": draft_depth}
     rates = [0.3, 0.6, 0.99, 0.5]
     return [
         draw_order(n, rates[i % 4], g, **how)
@@ -83,14 +83,14 @@ def conditional(target: LanguageModel, text: Sequence[int], known: Sequence[int]
 
 
 def of_xlnet(
-    toys: SimpleNamespace, target: Backbone, text: Sequence[int], known: Sequence[int], prompt: int, position: int
+    toys: SimpleNamespace, target: AnySubsetModel, text: Sequence[int], known: Sequence[int], prompt: int, position: int
 ) -> Tensor:
     """The same of an XLNet, by transformers' own pass."""
     logits_V = toys.two_stream_logits(target, [text[p] for p in known], known, prompt=prompt, at=position)
     return logits_V[:MASK].log_softmax(-1)[text[position]]
 
 
-def reference(toys: SimpleNamespace, target: Backbone, text: Sequence[int], order: Order) -> Tensor:
+def reference(toys: SimpleNamespace, target: AnySubsetModel, text: Sequence[int], order: Order) -> Tensor:
     """- log p of each predicted token."""
     position, losses = order.position_N.tolist(), []
     one = conditional if isinstance(target, LanguageModel) else partial(of_xlnet, toys)
@@ -108,11 +108,13 @@ def backbone(toys: SimpleNamespace, family: str, **shape: Any) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "xlnet"])
 @pytest.mark.parametrize("normalisation", ["per_token", "per_row"])
-@pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("sorted", 4)])
-def test_loss_and_gradient(toys: SimpleNamespace, family: str, normalisation: str, order: str, lookahead: int) -> None:
+@pytest.mark.parametrize(("order", "draft_depth"), [("sorted", 1), ("random", 1), ("sorted", 4)])
+def test_loss_and_gradient(
+    toys: SimpleNamespace, family: str, normalisation: str, order: str, draft_depth: int
+) -> None:
     lengths = [7, 2, 9]
-    rows, drawn = texts(lengths), orders(lengths, order=order, lookahead=lookahead)
-    trained = method(backbone(toys, family), order=order, lookahead=lookahead, normalisation=normalisation)
+    rows, drawn = texts(lengths), orders(lengths, order=order, draft_depth=draft_depth)
+    trained = method(backbone(toys, family), order=order, draft_depth=draft_depth, normalisation=normalisation)
     result = trained.loss_at(batch_of(rows), drawn)
     losses = [reference(toys, trained.target, row, o) for row, o in zip(rows, drawn, strict=True)]
     if normalisation == "per_token":
@@ -195,13 +197,13 @@ def states(trained: ASARM, row: Sequence[int], order: Order) -> Tensor:
     return seen[0][0, len(row) :]
 
 
-@pytest.mark.parametrize(("order", "lookahead"), [("sorted", 1), ("random", 1), ("random", 3)])
+@pytest.mark.parametrize(("order", "draft_depth"), [("sorted", 1), ("random", 1), ("random", 3)])
 @pytest.mark.parametrize("family", ["qwen3", "xlnet"])
 def test_a_conditional_depends_only_on_the_places_before_its_limit(
-    toys: SimpleNamespace, family: str, order: str, lookahead: int
+    toys: SimpleNamespace, family: str, order: str, draft_depth: int
 ) -> None:
     trained = method(backbone(toys, family))
-    (row,), (drawn,) = texts([9], seed=3), orders([9], order=order, lookahead=lookahead, seed=5)
+    (row,), (drawn,) = texts([9], seed=3), orders([9], order=order, draft_depth=draft_depth, seed=5)
     before, position = states(trained, row, drawn), drawn.position_N.tolist()
     for place, at in enumerate(position):
         changed = [*row[:at], (row[at] + 1) % MASK, *row[at + 1 :]]
@@ -264,7 +266,7 @@ def test_an_order_is_a_prompt_and_the_rest(order: str, first_visible: bool) -> N
     for seed, length in enumerate([2, 3, 5, 17, 40] * 8):
         rate = (seed % 11) / 10
         generator = torch.Generator().manual_seed(seed)
-        made = draw_order(length, rate, generator, order=order, first_visible=first_visible, lookahead=1)
+        made = draw_order(length, rate, generator, order=order, first_visible=first_visible, draft_depth=1)
         position, predicted = made.position_N.tolist(), length - made.prompt
         assert predicted == min(max(int(rate * length), 1), length - 1)
         assert sorted(position) == list(range(length))
@@ -282,7 +284,7 @@ def test_all_subsets_are_equally_likely(first_visible: bool) -> None:
     """Four of eight tokens, 7000 draws: each is predicted in 4 of 8 (with a visible first token: of 7) draws, within 5
     standard deviations."""
     generator, count = torch.Generator().manual_seed(0), torch.zeros(8)
-    how: dict[str, Any] = {"order": "sorted", "first_visible": first_visible, "lookahead": 1}
+    how: dict[str, Any] = {"order": "sorted", "first_visible": first_visible, "draft_depth": 1}
     drawn = [draw_order(8, 0.5, generator, **how) for _ in range(7000)]
     for made in drawn:
         count[made.position_N[made.prompt :]] += 1
@@ -294,10 +296,10 @@ def test_all_subsets_are_equally_likely(first_visible: bool) -> None:
     assert len(subsets) == (35 if first_visible else 70)
 
 
-def test_lookahead_hides_the_tokens_generated_last() -> None:
-    """0 to lookahead - 1 of the predicted tokens before a query's own, uniformly; never tokens of the prompt."""
+def test_draft_depth_hides_the_tokens_generated_last() -> None:
+    """0 to draft_depth - 1 of the predicted tokens before a query's own, uniformly; never tokens of the prompt."""
     generator = torch.Generator().manual_seed(0)
-    made = draw_order(4000, 0.9, generator, order="sorted", first_visible=False, lookahead=4)
+    made = draw_order(4000, 0.9, generator, order="sorted", first_visible=False, draft_depth=4)
     place = torch.arange(made.prompt, 4000)
     hidden_before = place - made.limit_P
     assert (made.limit_P >= made.prompt).all()
@@ -356,7 +358,7 @@ def test_rates_ramp_over_optimizer_steps(toys: SimpleNamespace) -> None:
 
 def test_a_row_draws_the_same_in_any_batch(toys: SimpleNamespace) -> None:
     lengths = [9, 30, 12]
-    rows, trained = texts(lengths), method(toys.target(), order="random", lookahead=3)
+    rows, trained = texts(lengths), method(toys.target(), order="random", draft_depth=3)
     drawn: list[Order] = []
     trained.loss_at = lambda batch, orders: drawn.extend(orders)  # type: ignore[assignment]
     trained.loss(batch_of(rows, first=20), generators=generators(3))
@@ -445,7 +447,7 @@ def test_the_folder_knows_the_mask_token_even_where_no_tokenizer_does(tmp_path: 
     [
         ({"order": "reverse"}, "method.order=reverse"),
         ({"normalisation": "mean"}, "method.normalisation=mean"),
-        ({"lookahead": 0}, "method.lookahead=0"),
+        ({"draft_depth": 0}, "method.draft_depth=0"),
         ({"chunk_mb": 0}, "method.chunk_mb=0"),
     ],
 )

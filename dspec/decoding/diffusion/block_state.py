@@ -127,7 +127,7 @@ class BlockState:
         return tuple(i for i in range(min(self.end, self.blocks[-1].end)) if self.tokens[i] is None)
 
     @cached_property
-    def answer(self) -> list[int]:
+    def filled_prefix(self) -> list[int]:
         """The leading tokens that are final, up to the first stop token."""
         known: list[int] = []
         for token in self.tokens[: self.end]:
@@ -138,7 +138,7 @@ class BlockState:
 
     @property
     def done(self) -> bool:
-        return len(self.answer) == self.end
+        return len(self.filled_prefix) == self.end
 
     def phase(self, block: Block) -> Phase:
         if any(token is None for token in self.tokens[block.first : block.end]):

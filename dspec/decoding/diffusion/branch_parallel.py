@@ -7,7 +7,7 @@ computed from these alone, so that kernels which round differently on different 
 
 Keys and values of what is cached differ between branches only under full attention. Each rank has then written those of
 the branches it computes (pre-write); the rank that has the winner spreads them in one broadcast (commit-winner-cache).
-Under block-causal attention and without a cache nothing else is sent. A lone anchor (a row's first pass) is computed by
+Under block-causal attention and without a cache nothing else is sent. A lone branch 0 (in a row's first pass) is computed by
 all.
 
 Departures: no controller and no logits between ranks, where the authors' code gathers the logits of all branches on
@@ -69,8 +69,8 @@ class DistributedBranches:
         where the next pass reads it."""
         parts: list[Tensor] = []
         for row in rows:
-            anchor, last = row_states[row].anchor, row_states[row].hidden_before_window
-            parts += [cache.read(row, anchor.cached, anchor.settled)] + ([] if last is None else [last])
+            answer, last = row_states[row].answer, row_states[row].hidden_before_window
+            parts += [cache.read(row, answer.cached, answer.settled)] + ([] if last is None else [last])
         sent = torch.cat([part.flatten() for part in parts]).to(self.device)
         self._exchange(lambda: dist.broadcast(sent, src=owner, group=self.group))
         if self.rank == owner:
@@ -78,8 +78,8 @@ class DistributedBranches:
         received = iter(sent.split([part.numel() for part in parts]))
         for row in rows:
             row_state = row_states[row]
-            held = cache.read(row, row_state.anchor.cached, row_state.anchor.settled)
-            cache.write(row, row_state.anchor.cached, next(received).view_as(held))
+            held = cache.read(row, row_state.answer.cached, row_state.answer.settled)
+            cache.write(row, row_state.answer.cached, next(received).view_as(held))
             if row_state.hidden_before_window is not None:
                 row_state.hidden_before_window = next(received).clone()
 

@@ -2,7 +2,7 @@
 
 Every pass guesses a token for each open slot of the answer; block_state.py says which guesses are kept and which slots
 come next. `diffusion` keeps a fixed number of the most confident ones per pass; with one it is the baseline of the
-others, which are lossy relative to it. `confidence_threshold` keeps all that are probable enough (Fast-dLLM), `d2f`
+others, which are lossy relative to it. `fast_dllm` keeps all that are probable enough (Fast-dLLM), `d2f`
 does so in several blocks at a time (D2F), `lopa` tries further guesses in branches (LoPA, lookahead.py).
 
 Under block-causal attention the keys and values of filled blocks are final and cached exactly. Under full attention
@@ -42,7 +42,7 @@ from dspec.spans import span
 NONE: Final = "none"
 COMMITTED: Final = "committed"
 OF_A_BLOCK: Final = ("prefix", "dual")
-Places = tuple[int, Sequence[int], Sequence[int]]  # the first cache slot; shared places; places of each window
+Positions = tuple[int, Sequence[int], Sequence[int]]  # the first cache slot; shared positions; positions of each window
 ROW_STATES: Final = "row_states"  # the part of the state that holds each row's RowState
 
 
@@ -128,13 +128,13 @@ class BlockDiffusion:
         return state
 
     def _row_state(self, request: Request) -> RowState:
-        anchor = BlockState.begin(
+        answer = BlockState.begin(
             rules=self.config.rules,
             prompt=len(request.ids),
             limit=request.max_new_tokens,
             stop_ids=request.stop_ids,
         )
-        return RowState(anchor, torch.Generator().manual_seed(request.seed))
+        return RowState(answer, torch.Generator().manual_seed(request.seed))
 
     @torch.inference_mode()
     def step(self, state: State) -> None:
@@ -149,7 +149,7 @@ class BlockDiffusion:
         hidden = compute(self.target, inputs, cache=cache)
 
         # 2. each row's most confident branch
-        slots = max((len(row_states[b].anchor.open) for b in running), default=0)
+        slots = max((len(row_states[b].answer.open) for b in running), default=0)
         results = self._local_results(state, running, inputs, hidden)
         best = dict(zip(running, self.executor.select_best(results, slots), strict=True))
 
@@ -164,12 +164,12 @@ class BlockDiffusion:
 
     def _row_inputs(self, row: Row, row_state: RowState) -> RowInputs:
         """What a row computes in the next pass."""
-        state, prompt, config = row_state.anchor, len(row.request.ids), self.config
+        state, prompt, config = row_state.answer, len(row.request.ids), self.config
         end = prompt + (state.limit if config.sees_all else state.blocks[-1].end)
         if config.cache in OF_A_BLOCK:
-            start, shared, window = _places_around_a_block(row_state, end, cache=config.cache)
+            start, shared, window = _positions_around_block(row_state, end, cache=config.cache)
         else:
-            start, shared, window = _places_after_the_cache(state, end, config)
+            start, shared, window = _positions_after_cache(state, end, config)
         branches = self.executor.local_branches(row_state.branches)
         return RowInputs(
             start=start,
@@ -184,7 +184,7 @@ class BlockDiffusion:
     def _text(self, row: Row, row_state: RowState, branch: int) -> list[int]:
         """The prompt and all slots of a branch's answer, empty ones as the mask token."""
         fills, empty = row_state.fills(branch), self.target.required_mask_token()
-        slots = (fills.get(slot, token) for slot, token in enumerate(row_state.anchor.tokens))
+        slots = (fills.get(slot, token) for slot, token in enumerate(row_state.answer.tokens))
         return [*row.request.ids, *(empty if token is None else token for token in slots)]
 
     def _local_results(
@@ -218,18 +218,18 @@ class BlockDiffusion:
 
     def _read(self, row_state: RowState, row_inputs: RowInputs, hidden_LD: Tensor, branch: int, slot: int) -> Tensor:
         """The hidden state [D] that guesses a slot."""
-        index = row_inputs.index(row_state.anchor.prompt + slot - self.trained.shift, branch)
+        index = row_inputs.index(row_state.answer.prompt + slot - self.trained.shift, branch)
         if index is not None:
             return hidden_LD[index]
         if row_state.hidden_before_window is None:
-            raise ValueError("the place before the window was not computed in an earlier pass")
+            raise ValueError("the position before the window was not computed in an earlier pass")
         return row_state.hidden_before_window
 
     def _uniforms(self, row: Row, row_state: RowState) -> list[float]:
         """One for each slot in every pass, the same in all branches, whatever is open."""
         if row.request.sampling.greedy:
-            return [0.0] * row_state.anchor.limit
-        return torch.rand(row_state.anchor.limit, generator=row_state.generator, dtype=torch.float64).tolist()
+            return [0.0] * row_state.answer.limit
+        return torch.rand(row_state.answer.limit, generator=row_state.generator, dtype=torch.float64).tolist()
 
     def _commit(
         self, state: State, best: Mapping[int, BranchResult], inputs: Sequence[RowInputs], hidden_BLD: Tensor
@@ -240,37 +240,37 @@ class BlockDiffusion:
         row_states: PerRow[RowState] = state.parts[ROW_STATES]
         moved: list[tuple[int, int, int]] = []
         for b, result in best.items():
-            row_inputs, row_state, anchor = inputs[b], row_states[b], row_states[b].anchor
+            row_inputs, row_state, answer = inputs[b], row_states[b], row_states[b].answer
             committed = self.config.cache == COMMITTED
-            window_start = anchor.settled if committed else anchor.prompt + _begun(anchor).first
+            window_start = answer.settled if committed else answer.prompt + _begun(answer).first
             if not committed:
-                row_state.cached_for_block = _begun(anchor).first
+                row_state.cached_for_block = _begun(answer).first
             if self.trained.shift and (index := row_inputs.index(window_start - 1, result.branch)) is not None:
                 row_state.hidden_before_window = hidden_BLD[b, index].clone()
             if committed and result.branch in row_inputs.branches:
-                for place in range(row_inputs.window[0], anchor.settled):
-                    source = row_inputs.index(place, result.branch)
-                    if source is not None and (slot := row_inputs.start + source) != place:
-                        moved.append((b, slot, place))
+                for position in range(row_inputs.window[0], answer.settled):
+                    source = row_inputs.index(position, result.branch)
+                    if source is not None and (slot := row_inputs.start + source) != position:
+                        moved.append((b, slot, position))
         if moved:
             state.cache.move(*zip(*moved, strict=True))
         if self.config.cache == COMMITTED and self.config.attention == FULL:
             winners = {
-                b: won.branch for b, won in best.items() if row_states[b].anchor.settled > row_states[b].anchor.cached
+                b: won.branch for b, won in best.items() if row_states[b].answer.settled > row_states[b].answer.cached
             }
             self.executor.sync_winners(winners, row_states, state.cache)
 
     def _fill(self, row: Row, row_state: RowState, result: BranchResult, row_inputs: RowInputs, *, width: int) -> None:
         """Fills a row's slots with its best branch's guesses, and commits what its answer now begins with."""
-        anchor, ahead = row_state.anchor, row_state.fills(result.branch)
+        answer, ahead = row_state.answer, row_state.fills(result.branch)
         guesses = dict(zip(row_state.slots_to_guess(result.branch), result.guesses, strict=True))
-        winner = anchor.filled(ahead)
+        winner = answer.filled(ahead)
         chosen = winner.choose(guesses)
         row_state.pass_of_slot |= dict.fromkeys(ahead | chosen, len(row.generation.passes))
         branches = row_state.branches
-        row_state.anchor = after = winner.advance(chosen, cached=anchor.settled)
+        row_state.answer = after = winner.advance(chosen, cached=answer.settled)
         row_state.lookahead_tokens = self.config.lookahead.candidates(after, guesses)
-        fresh = after.answer[len(row.generation.tokens) :]
+        fresh = after.filled_prefix[len(row.generation.tokens) :]
         committed = row.commit(fresh) if fresh else 0
         row.generation.passes.append(
             Pass("decode", committed, positions=width, branches=branches, filled=len(ahead | chosen))
@@ -279,18 +279,18 @@ class BlockDiffusion:
             row.generation.passes = _useful(row.generation, row_state.pass_of_slot)
 
 
-def _places_after_the_cache(state: BlockState, end: int, config: DiffusionConfig) -> Places:
-    """`none`: all places, from 0 on. `committed`: those after the cached ones. Under block-causal attention the settled
-    ones see no slot that differs between branches: they are shared. Under full attention each branch has all places."""
+def _positions_after_cache(state: BlockState, end: int, config: DiffusionConfig) -> Positions:
+    """`none`: all positions, from 0 on. `committed`: those after the cached ones. Under block-causal attention the settled
+    ones see no slot that differs between branches: they are shared. Under full attention each branch has all positions."""
     start = state.cached if config.cache == COMMITTED else 0
     window_start = state.settled if config.attention == BLOCK_CAUSAL else start
     return start, range(start, window_start), range(window_start, end)
 
 
-def _places_around_a_block(row_state: RowState, end: int, *, cache: str) -> Places:
+def _positions_around_block(row_state: RowState, end: int, *, cache: str) -> Positions:
     """`prefix`: the block and all after it; `dual`: the block alone. Its first pass also computes and caches what is
     around it, which stands first so that later passes begin after it."""
-    block, prompt = _begun(row_state.anchor), row_state.anchor.prompt
+    block, prompt = _begun(row_state.answer), row_state.answer.prompt
     first, last = prompt + block.first, end if cache == "prefix" else prompt + block.end
     window, around = range(first, last), [*range(first), *range(last, end)]
     if row_state.cached_for_block != block.first:

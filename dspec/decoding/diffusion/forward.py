@@ -2,7 +2,7 @@
 
 A row is [cached slots | shared | window of branch 0 | window of branch 1 | ...]: all branches see the shared slots,
 none sees another branch (`masks.branch_windows`). Cache slots are in order of computation; `positions` say where in
-the text a slot is. A guess for the token at place i is read at place i, or at i - 1 in a model with shifted
+the text a slot is. A guess for the token at position i is read at position i, or at i - 1 in a model with shifted
 logits (one that was an autoregressive model, such as Dream).
 
 Legend: B = rows, L = slots of a pass, N = guesses, D = model width, V = vocabulary.
@@ -32,13 +32,13 @@ MAX_CONFIDENCE: Final = {PROBABILITY: 1.0, ENTROPY: 0.0}  # the highest confiden
 
 @dataclass(frozen=True, kw_only=True)
 class RowInputs:
-    """What one row computes: the `shared` places of its text, then the places of the `window` once per branch."""
+    """What one row computes: the `shared` positions of its text, then the positions of the `window` once per branch."""
 
     start: int = 0  # the cache slot of the first
     shared: Sequence[int] = ()
     window: Sequence[int] = ()
     branches: Sequence[int] = ()  # the number of each branch computed here
-    texts: Sequence[Sequence[int]] = ()  # the text, then that of each branch: tokens by place
+    texts: Sequence[Sequence[int]] = ()  # the text, then that of each branch: tokens by position
     prompt: int = 0
     block_size: int | None = None  # None: all slots see each other
 
@@ -47,25 +47,25 @@ class RowInputs:
         return len(self.shared) + len(self.branches) * len(self.window)
 
     def slots(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Token, place, block and branch (0: shared, b + 1: of branch b) of each."""
-        places = [*self.shared, *(place for _ in self.branches for place in self.window)]
+        """Token, position, block and branch (0: shared, b + 1: of branch b) of each."""
+        positions = [*self.shared, *(position for _ in self.branches for position in self.window)]
         branches = [0] * len(self.shared) + [1 + b for b in range(len(self.branches)) for _ in self.window]
-        tokens = [self.texts[branch][place] for place, branch in zip(places, branches, strict=True)]
-        return tokens, places, [self._block(place) for place in places], branches
+        tokens = [self.texts[branch][position] for position, branch in zip(positions, branches, strict=True)]
+        return tokens, positions, [self._block(position) for position in positions], branches
 
-    def _block(self, place: int) -> int:
+    def _block(self, position: int) -> int:
         """0: the prompt, or all if there are no blocks."""
-        if self.block_size is None or place < self.prompt:
+        if self.block_size is None or position < self.prompt:
             return 0
-        return 1 + (place - self.prompt) // self.block_size
+        return 1 + (position - self.prompt) // self.block_size
 
-    def index(self, place: int, branch: int) -> int | None:
-        """Where the branch has this place; None: not in this pass."""
-        if place in self.shared:
-            return self.shared.index(place)
-        if place not in self.window or branch not in self.branches:
+    def index(self, position: int, branch: int) -> int | None:
+        """Where the branch has this position; None: not in this pass."""
+        if position in self.shared:
+            return self.shared.index(position)
+        if position not in self.window or branch not in self.branches:
             return None
-        return len(self.shared) + self.branches.index(branch) * len(self.window) + self.window.index(place)
+        return len(self.shared) + self.branches.index(branch) * len(self.window) + self.window.index(position)
 
 
 def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionCache | None) -> Tensor:
@@ -73,17 +73,17 @@ def compute(model: LanguageModel, rows: Sequence[RowInputs], *, cache: PositionC
     B, L, device = len(rows), max(row.width for row in rows), model.device
     if not L:
         return torch.zeros(B, 0, model.hidden_size, dtype=model.dtype, device=device)
-    ids, places, blocks, branches = (torch.zeros(B, L, dtype=torch.long) for _ in range(4))
+    ids, positions, blocks, branches = (torch.zeros(B, L, dtype=torch.long) for _ in range(4))
     ids += model.required_mask_token()
     blocks += masks.PADDING
     for b, row in enumerate(rows):
-        for held, values in zip((ids, places, blocks, branches), row.slots(), strict=True):
+        for held, values in zip((ids, positions, blocks, branches), row.slots(), strict=True):
             held[b, : row.width] = torch.tensor(values, dtype=torch.long)
     starts = [row.start for row in rows]
     with span("target"):
         return model(
             ids.to(device),
-            positions_BL=places.to(device),
+            positions_BL=positions.to(device),
             mask=masks.branch_windows(blocks.to(device), branches.to(device), torch.tensor(starts, device=device)),
             cache=cache,
             start_B=starts if cache is not None else None,

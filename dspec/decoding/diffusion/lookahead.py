@@ -1,14 +1,14 @@
 """LoPA's lookahead branches as pure functions: which tokens are tried ahead of time, and how a branch is scored.
 
-After a round the answer is the anchor. Each of `branches` lookahead branches is the anchor with one more of the
+Branch 0 is the answer after the last round. Each of `branches` lookahead branches is that answer with one more of the
 round's guesses filled in, one that was not confident enough: those of highest confidence, one each. The next pass
 computes all branches; the one that is most confident about what it has left wins, and its guesses are the round's.
 
 A lookahead token is not verified: it is kept if its branch wins.
 
-Departures: all branches compete over the anchor's open slots, each without its lookahead token's: a stop token that is
+Departures: all branches compete over the open slots of branch 0, each without its lookahead token's: a stop token that is
 tried ahead closes no slot before its branch has won, or short answers would seem certain. Of equal branches the one
-nearest to the anchor wins (in the authors' code the first lookahead branch). One confidence orders guesses and scores
+with the lowest number wins (in the authors' code the first lookahead branch). One confidence orders guesses and scores
 branches, while `threshold` always tests the probability, as in the authors' code. Both segment scores are our reading
 of one sentence of the paper.
 
@@ -28,7 +28,7 @@ BRANCH_SCORES = ("mean", "sliding_window", "lowest_segment")
 
 @dataclass(frozen=True, kw_only=True)
 class Lookahead:
-    """`branches` k next to the anchor (0: none). `branch_score` of a branch: the mean confidence of its open slots; or,
+    """`branches` k next to branch 0 (0: none). `branch_score` of a branch: the mean confidence of its open slots; or,
     of the means over every `segment` successive open slots, their mean (sliding_window) or the lowest
     (lowest_segment)."""
 
@@ -38,15 +38,15 @@ class Lookahead:
 
     def __post_init__(self) -> None:
         if self.branches < 0:
-            raise UserError(f"branches={self.branches} must be at least 0 (0: the anchor alone)")
+            raise UserError(f"branches={self.branches} must be at least 0 (0: D2F)")
         if self.branch_score not in BRANCH_SCORES:
             raise UserError(f"branch_score={self.branch_score} is unknown; use one of {', '.join(BRANCH_SCORES)}")
         if self.segment < 1:
             raise UserError(f"segment={self.segment} must be at least 1 slot")
 
-    def candidates(self, anchor: BlockState, guesses: Mapping[int, Guess]) -> list[tuple[int, int]]:
+    def candidates(self, answer: BlockState, guesses: Mapping[int, Guess]) -> list[tuple[int, int]]:
         """(slot, token) of each branch, the most confident first; `guesses` are those of the round that led here."""
-        slots = [slot for slot in anchor.open if slot in guesses]
+        slots = [slot for slot in answer.open if slot in guesses]
         return [(slot, guesses[slot].token) for slot in by_confidence(slots, guesses)[: self.branches]]
 
     def score(self, confidences: Sequence[float], *, max_confidence: float) -> float:

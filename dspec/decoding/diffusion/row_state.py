@@ -15,26 +15,26 @@ from dspec.models.cache import PositionCache
 class RowState:
     """What is held of one row: the answer so far, and the tokens tried ahead of it, one (slot, token) per branch."""
 
-    anchor: BlockState
+    answer: BlockState
     generator: torch.Generator
     lookahead_tokens: list[tuple[int, int]] = field(default_factory=list)
-    # of a model with shifted logits: hidden state [D] at the place before the next window
+    # of a model with shifted logits: hidden state [D] at the position before the next window
     hidden_before_window: Tensor | None = None
     cached_for_block: int | None = None  # the block whose surroundings are in the cache (prefix and dual)
     pass_of_slot: dict[int, int] = field(default_factory=dict)  # the pass that filled each slot
 
     @property
     def branches(self) -> int:
-        """The anchor's and those of the tokens tried ahead; branch 0 is the anchor."""
+        """Branch 0, the answer so far, and one for each token tried ahead."""
         return 1 + len(self.lookahead_tokens)
 
     def fills(self, branch: int) -> dict[int, int]:
-        """What a branch has beyond the anchor."""
+        """The tokens that a branch adds to branch 0."""
         return dict(self.lookahead_tokens[branch - 1 : branch]) if branch else {}
 
     def slots_to_guess(self, branch: int) -> list[int]:
         """The slots that a branch guesses, and is scored over."""
-        return [slot for slot in self.anchor.open if slot not in self.fills(branch)]
+        return [slot for slot in self.answer.open if slot not in self.fills(branch)]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BranchResult:
 
     @property
     def key(self) -> tuple[float, int]:
-        """Orders results, the best first; of equals, the one nearest to the anchor."""
+        """Orders results, the best first; of equals, the one with the lowest number."""
         return -self.score, self.branch
 
 

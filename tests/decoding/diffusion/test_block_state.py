@@ -75,9 +75,9 @@ def test_whatever_is_guessed(rule: dict[str, Any], limit: int, k: int, draws: An
         assert {slot for slot, _ in tried} <= set(after.open)
         state = after
     assert rounds <= limit
-    assert len(state.answer) == state.end
-    assert state.end == limit or state.answer[-1] == STOP
-    assert STOP not in state.answer[:-1]
+    assert len(state.filled_prefix) == state.end
+    assert state.end == limit or state.filled_prefix[-1] == STOP
+    assert STOP not in state.filled_prefix[:-1]
 
 
 def test_a_block_is_appended_at_the_share_and_not_below() -> None:
@@ -139,9 +139,9 @@ def test_what_is_filled() -> None:
 def test_what_stands_after_a_stop_is_not_waited_for() -> None:
     state = begin(12, append_ratio=0.0).advance({}).advance({2: STOP, 5: 1})
     assert (state.end, state.open, state.done) == (3, (0, 1), False)
-    assert filled(state, 0).answer == [1]
+    assert filled(state, 0).filled_prefix == [1]
     done = filled(state, 0, 1)
-    assert (done.answer, done.done, done.open) == ([1, 1, STOP], True, ())
+    assert (done.filled_prefix, done.done, done.open) == ([1, 1, STOP], True, ())
     earlier = filled(state, 1, token=STOP)
     assert (earlier.end, earlier.open) == (2, (0,))
     with pytest.raises(ValueError, match="not open"):

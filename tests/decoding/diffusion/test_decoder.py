@@ -80,17 +80,17 @@ def trace(generation: Generation) -> tuple:
 
 @torch.no_grad()
 def guesses(
-    target: Any, text: Sequence[int], places: Sequence[int], prompt: int, block: int | None
+    target: Any, text: Sequence[int], positions: Sequence[int], prompt: int, block: int | None
 ) -> dict[int, tuple]:
-    """(token, probability) at these places, from the whole text in one pass; `block` None is full attention."""
+    """(token, probability) at these positions, from the whole text in one pass; `block` None is full attention."""
     n = len(text)
 
-    def at(place: int) -> int:
-        return 0 if block is None or place < prompt else 1 + (place - prompt) // block
+    def at(position: int) -> int:
+        return 0 if block is None or position < prompt else 1 + (position - prompt) // block
 
     sees = torch.tensor([[at(k) <= at(q) for k in range(n)] for q in range(n)])
     hidden = target(torch.tensor([list(text)]), mask=lambda b, h, q, kv: sees[q, kv]).hidden_BLD[0]
-    return {place: _best(target, hidden[place - target.model.config.dspec_logit_shift]) for place in places}
+    return {position: _best(target, hidden[position - target.model.config.dspec_logit_shift]) for position in positions}
 
 
 def _best(target: Any, hidden: Tensor) -> tuple[int, float]:
@@ -297,7 +297,7 @@ def test_d2f_with_one_block_is_the_threshold_decoder(toys: SimpleNamespace) -> N
     rules = {"block_size": None, "append_ratio": 0.1, "activate_ratio": 0.95, "threshold": 0.4}
     d2f = toys.build_decoder("d2f", target=target, **rules)
     plain = toys.build_decoder(
-        "confidence_threshold",
+        "fast_dllm",
         target=target,
         draft=None,
         threshold=0.4,
@@ -389,33 +389,33 @@ def test_the_winners_keys_and_values_are_cached(toys: SimpleNamespace, shift: bo
     state = one.start([request])
     while not state.rows[0].done:
         row_state = state.parts[diffusion.ROW_STATES][0]
-        before, anchor, tried, last = (
+        before, answer, tried, last = (
             copy.deepcopy(state.cache),
-            row_state.anchor,
+            row_state.answer,
             row_state.lookahead_tokens,
             row_state.hidden_before_window,
         )
         one.step(state)
-        if anchor.settled == anchor.cached:
+        if answer.settled == answer.cached:
             continue
-        end = anchor.prompt + anchor.blocks[-1].end
+        end = answer.prompt + answer.blocks[-1].end
         winner = winners[-1]
         moved += winner > 0
-        text = one._text(state.rows[0], replace(row_state, anchor=anchor, lookahead_tokens=tried), winner)[
-            anchor.cached : end
+        text = one._text(state.rows[0], replace(row_state, answer=answer, lookahead_tokens=tried), winner)[
+            answer.cached : end
         ]
         out = target(
-            torch.tensor([text]), positions_BL=torch.arange(anchor.cached, end)[None], cache=before,
-            start_B=[anchor.cached], mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
+            torch.tensor([text]), positions_BL=torch.arange(answer.cached, end)[None], cache=before,
+            start_B=[answer.cached], mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0),
         )  # fmt: skip
         for layer, expected in zip(state.cache.layers, before.layers, strict=True):
             for name in ("keys", "values"):
-                kept = getattr(layer, name)[:, :, : anchor.settled]
-                torch.testing.assert_close(kept, getattr(expected, name)[:, :, : anchor.settled], rtol=0, atol=1e-10)
+                kept = getattr(layer, name)[:, :, : answer.settled]
+                torch.testing.assert_close(kept, getattr(expected, name)[:, :, : answer.settled], rtol=0, atol=1e-10)
         if not shift:
             assert row_state.hidden_before_window is None
             continue
-        at = anchor.settled - 1 - anchor.cached
+        at = answer.settled - 1 - answer.cached
         torch.testing.assert_close(row_state.hidden_before_window, out.hidden_BLD[0, at], rtol=0, atol=1e-10)
         assert last is None or not torch.equal(last, row_state.hidden_before_window)
     assert moved
@@ -448,11 +448,11 @@ def test_caches_of_a_block(toys: SimpleNamespace, cache: str, shift: bool) -> No
         window = list(range(first, n + 14 if cache == "prefix" else min(first + 4, n + 14)))
         assert (row.width, row.start) == ((n + 14, 0) if whole else (len(window), n + 14 - len(window)))
         assert list(row.window)[-len(window) :] == window
-        places = list(row.window)
+        positions = list(row.window)
         if whole:
             frozen, begun = (first, row.texts[0]), begun + 1
-            ids = torch.tensor([[row.texts[0][p] for p in places]])
-            out = target(ids, positions_BL=torch.tensor([places]), mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0))
+            ids = torch.tensor([[row.texts[0][p] for p in positions]])
+            out = target(ids, positions_BL=torch.tensor([positions]), mask=lambda b, h, q, kv: (kv >= 0) & (q >= 0))
             torch.testing.assert_close(hidden, out.hidden_BLD, rtol=0, atol=1e-10)
             continue
         around = [p for p in range(n + 14) if p not in row.window]

@@ -20,7 +20,7 @@ from dspec.models.cache import PositionCache
 _LARGE_HEAD = 2**22  # weights; smaller heads take microseconds
 
 
-class Backbone(nn.Module, ABC):
+class AnySubsetModel(nn.Module, ABC):
     """A model of transformers with its tokenizer; frozen until a method trains it."""
 
     def __init__(
