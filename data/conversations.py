@@ -1,4 +1,4 @@
-"""The data module of tokenised conversations, one per row, for drafters and AS-ARM.
+"""The data module of tokenised conversations, one per row, for drafters, AS-ARM and diffusion LMs.
 
 Everything is a function of the seed. Each rank loads its own share of every batch (data/loaders.py): the trainer must
 not distribute the rows again (use_distributed_sampler: false). Legend: B = rows, L = positions.
@@ -21,8 +21,8 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import require_causal
+from dspec.models.target_model import TargetModel
 from dspec.provenance import fingerprint
 
 
@@ -41,7 +41,7 @@ class Conversations(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         source: PromptSource,
         policy: PromptPolicy,
         regeneration: Regeneration | None,

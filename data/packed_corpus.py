@@ -13,7 +13,7 @@ from data.loaders import Document, held_out, shuffled
 from data.regenerate import Response
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 
 
 class PackedCorpus(L.LightningDataModule):
@@ -22,7 +22,7 @@ class PackedCorpus(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         policy: PromptPolicy,
         counts: Mapping[str, int],
         row_length: int,

@@ -27,7 +27,7 @@ from data.loaders import RankInfo, held_out
 from data.rows import read_jsonl
 from dspec.errors import UserError
 from dspec.method import Batch
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 from dspec.seeding import prompt_seed
 
 
@@ -166,7 +166,7 @@ class TextStream(L.LightningDataModule):
     def __init__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         source: Texts,
         policy: PromptPolicy,
         separators: Sequence[str] | None,
@@ -246,7 +246,7 @@ class TextStream(L.LightningDataModule):
         return held_out(self._held_out, batch_size=self.batch_size, collate=whole_rows, module=self)
 
 
-def _separators(target: AnySubsetModel, names: Sequence[str] | None) -> list[int]:
+def _separators(target: TargetModel, names: Sequence[str] | None) -> list[int]:
     """Raises UserError for a name that is no token, and without an end-of-text token where none are named."""
     if names is None:
         return [target.stop_ids[0]]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dspec.decoding.any_subset.queries import RowQuery, query_logits
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import require_causal
+from dspec.models.target_model import TargetModel
 from dspec.precision import widest
 
 
@@ -41,7 +41,7 @@ class Likelihood:
 
 
 @torch.inference_mode()
-def log_likelihoods(model: AnySubsetModel, texts: Sequence[Continuation], *, any_subset: bool) -> list[Likelihood]:
+def log_likelihoods(model: TargetModel, texts: Sequence[Continuation], *, any_subset: bool) -> list[Likelihood]:
     """The texts' likelihoods in one pass: the joint density of an `any_subset` model, or a causal model's.
 
     Raises UserError for a text without context, with nothing to score or longer than the model's context, for an
@@ -58,12 +58,12 @@ def log_likelihoods(model: AnySubsetModel, texts: Sequence[Continuation], *, any
     return likelihoods
 
 
-def longest(model: AnySubsetModel, *, any_subset: bool) -> int:
+def longest(model: TargetModel, *, any_subset: bool) -> int:
     """Tokens of the longest text that can be scored: a causal model does not read the last one."""
     return model.max_positions if any_subset else model.max_positions + 1
 
 
-def check_text(model: AnySubsetModel, text: Continuation, number: int, *, any_subset: bool) -> None:
+def check_text(model: TargetModel, text: Continuation, number: int, *, any_subset: bool) -> None:
     """Raises UserError for a text, the `number`-th, that cannot be scored."""
     if not text.context:
         raise UserError(f"text {number} has no visible token: it is scored given at least one before it")
@@ -73,7 +73,7 @@ def check_text(model: AnySubsetModel, text: Continuation, number: int, *, any_su
         raise UserError(f"text {number} has {length} tokens, the context of {model.name!r} {model.max_positions}")
 
 
-def _causal_logits(model: AnySubsetModel, texts: Sequence[Continuation]) -> list[Tensor]:
+def _causal_logits(model: TargetModel, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text."""
     rows = [[*text.context, *text.tokens][:-1] for text in texts]  # no token depends on the last token
     ids_BL = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
@@ -86,7 +86,7 @@ def _causal_logits(model: AnySubsetModel, texts: Sequence[Continuation]) -> list
     ]
 
 
-def _any_subset_logits(model: AnySubsetModel, texts: Sequence[Continuation]) -> list[Tensor]:
+def _any_subset_logits(model: TargetModel, texts: Sequence[Continuation]) -> list[Tensor]:
     """[L, V] for the tokens of each text, that of the mask token -inf."""
     rows = []
     for text in texts:

@@ -244,8 +244,8 @@ def consistency_loss(teacher_head_VD: Tensor, *, temperature: float) -> Criterio
     return criterion
 
 
-def distillation_loss(teacher_head_VD: Tensor, *, of_student: bool, banned: int) -> Criterion:
-    """KL(student || teacher) if `of_student`, else KL(teacher || student); both softmaxes leave the token `banned` out,
+def distillation_loss(teacher_head_VD: Tensor, *, reverse: bool, banned: int) -> Criterion:
+    """KL(student || teacher) if `reverse`, else KL(teacher || student); both softmaxes leave the token `banned` out,
     the teacher is detached.
 
     The logits are the student's, the constants weight [p] and teacher hidden [p, D]; statistics are (KL, greedy
@@ -263,7 +263,7 @@ def distillation_loss(teacher_head_VD: Tensor, *, of_student: bool, banned: int)
         log_teacher = torch.log_softmax(teacher_logits, -1, out=logits_pV)
         student = torch.exp(log_student, out=teacher_logits)
         log_student[:, banned] = log_teacher[:, banned] = 0  # the probabilities stay 0: nothing is added below
-        if of_student:
+        if reverse:
             ratio = log_student.sub_(log_teacher)
             kl = (ratio * student).sum(-1)
             grad = ratio.sub_(kl[:, None]).mul_(student) if gradient else None

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 
 
 class Tuning(Protocol):
     """Which weights are trained."""
 
-    def prepare(self, target: AnySubsetModel) -> None:
+    def prepare(self, target: TargetModel) -> None:
         """Sets requires_grad on the weights that are trained, after adding them if they are new (adapters)."""
         ...
 
-    def merge(self, target: AnySubsetModel) -> None:
+    def merge(self, target: TargetModel) -> None:
         """Merges the change into the target's own weights, and removes what `prepare` added."""
         ...
 
@@ -34,14 +34,14 @@ class FullFineTuning:
         self.interpolation = _interpolation(interpolation)
         self._before: dict[str, Tensor] = {}
 
-    def prepare(self, target: AnySubsetModel) -> None:
+    def prepare(self, target: TargetModel) -> None:
         target.model.requires_grad_(True)
         if self.interpolation < 1:
             wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in target.model.named_parameters()}
             self._before = {name: p.detach().to(wide[name], copy=True) for name, p in target.model.named_parameters()}
 
     @torch.no_grad()
-    def merge(self, target: AnySubsetModel) -> None:
+    def merge(self, target: TargetModel) -> None:
         for name, before in self._before.items():
             parameter = target.model.get_parameter(name)
             parameter.copy_(torch.lerp(before.to(parameter.device), parameter, self.interpolation))
@@ -56,7 +56,7 @@ class LoRA:
         self.rank, self.alpha, self.modules = rank, alpha, modules
         self.interpolation = _interpolation(interpolation)
 
-    def prepare(self, target: AnySubsetModel) -> None:
+    def prepare(self, target: TargetModel) -> None:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
@@ -65,7 +65,7 @@ class LoRA:
         inject_adapter_in_model(config, target.model)
 
     @contextmanager
-    def disabled(self, target: AnySubsetModel) -> Iterator[None]:
+    def disabled(self, target: TargetModel) -> Iterator[None]:
         """Within, the target is what it was before training, to the last bit: its adapters are off. Only for passes
         without gradient, since peft freezes adapters that are off."""
         from peft.tuners.lora import LoraLayer
@@ -79,7 +79,7 @@ class LoRA:
             for layer in layers:
                 layer.enable_adapters(True)
 
-    def merge(self, target: AnySubsetModel) -> None:
+    def merge(self, target: TargetModel) -> None:
         from peft.tuners.lora import LoraLayer
 
         for name, layer in list(target.model.named_modules()):

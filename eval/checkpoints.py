@@ -76,17 +76,20 @@ def check_model(cfg: DictConfig) -> None:
 
 def fill_in(cfg: DictConfig) -> None:
     """Fills in what `cfg` leaves to the checkpoint's run, for its decoders to refer to: `label`, `target` (if the run
-    trained the target's weights: its base) and `data.block_size`. Raises UserError as `check_model` does."""
+    trained the target's weights: its base), `data.block_size` and `method.layout.block_size`. Raises UserError as
+    `check_model` does."""
     check_model(cfg)
     checkpoint = checkpoint_of(cfg)
     folder, stored = draft_folder(checkpoint) if checkpoint is not None else None, run_config(checkpoint)
-    data = stored.get("data") or {}
+    data, layout = stored.get("data") or {}, (stored.get("method") or {}).get("layout") or {}
     with open_dict(cfg):
         cfg.label = cfg.get("label") or stored.get("label") or (folder.name if folder is not None else "draft")
         if "_target_" not in (cfg.get("target") or {}):  # possibly only +target.dtype=...
             cfg.target = OmegaConf.merge(stored["target"], cfg.get("target") or {})
         if "block_size" in data:
             cfg.data = {"block_size": data["block_size"]}
+        if "block_size" in layout:
+            cfg.method = {"layout": {"block_size": layout["block_size"]}}
 
 
 def check_arguments(cfg: DictConfig) -> None:

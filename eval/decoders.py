@@ -29,13 +29,13 @@ from dspec.decoding.proposers import DraftProposer, PromptLookupProposer
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel, require_causal
+from dspec.models.target_model import TargetModel
 from dspec.models.training_record import BLOCK_CAUSAL, FULL, TrainingRecord
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
-Base = Callable[[], AnySubsetModel]
+Base = Callable[[], TargetModel]
 Build = Callable[..., Decoder]
 
 
@@ -55,7 +55,7 @@ class DecoderSpec:
     of_base: bool = False
     needs_draft: bool = False
 
-    def check(self, *, target: AnySubsetModel, draft: Draft | None) -> None:
+    def check(self, *, target: TargetModel, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
         if not self.of_base:
             self.build(target=target, draft=draft)
@@ -66,7 +66,7 @@ def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
     return _spec(label, weights, base, build_ar)
 
 
-def build_ar(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+def build_ar(*, target: TargetModel, draft: Draft | None) -> Decoder:
     """Plain AR of the target. Raises UserError for one that only fills holes."""
     return Autoregressive(target=require_causal(target))
 
@@ -76,7 +76,7 @@ def speculative(
 ) -> DecoderSpec:
     """Speculative decoding with the drafter, with or without its sequential head; threshold 0 verifies every draft."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         if draft is None:
             raise UserError(
                 "decoder=speculative needs a drafter: train one (recipe=dspark) or use decoder=autoregressive"
@@ -112,7 +112,7 @@ def _verification(
 def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:
     """Drafts copied from the text so far; the drafter is not used."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         device = torch.device(target.device)
         proposer = PromptLookupProposer(num_drafts=num_drafts, max_ngram=max_ngram, device=device)
         return Speculative(target=require_causal(target), proposer=proposer, policy=VerifyAll())
@@ -136,7 +136,7 @@ def jacobi(
         block_size=block_size, blocks=blocks, activation=activation, pool_size=pool_size, candidates=candidates
     )
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         return Jacobi(target=require_causal(target), config=config)
 
     return _spec(label, weights, base, build)
@@ -158,7 +158,7 @@ def assd(
 
 
 def _any_subset(label: str, weights: str, base: Base, config: AnySubsetConfig) -> DecoderSpec:
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         return AnySubset(target=target, config=config)
 
     return _spec(label, weights, base, build, baseline=ANY_SUBSET)
@@ -167,7 +167,7 @@ def _any_subset(label: str, weights: str, base: Base, config: AnySubsetConfig) -
 def sigma_gpt(*, label: str, weights: str, base: Base, num_orders: int) -> DecoderSpec:
     """Rejection sampling in random orders (sigma-GPT): biased; the drafter is not used."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         return SigmaGPT(target=target, num_orders=num_orders)
 
     return _spec(label, weights, base, build, baseline=ANY_SUBSET)
@@ -182,7 +182,7 @@ def diffusion(
     """A diffusion LM's most confident tokens, a fixed number per pass, block after block; with one the baseline of all
     its decoders."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=1.0, min_fills=tokens_per_step
         )
@@ -203,7 +203,7 @@ def fast_dllm(
 ) -> DecoderSpec:
     """A diffusion LM's tokens that are probable enough, at least one per pass, block after block."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size, append_ratio=1.0, activate_ratio=1.0, threshold=threshold, min_fills=1
         )
@@ -224,7 +224,7 @@ def d2f(
 ) -> DecoderSpec:
     """Several blocks of a diffusion LM at a time, under block-causal attention, cached exactly."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size,
             append_ratio=append_ratio,
@@ -254,10 +254,10 @@ def lopa(
     confidence_measure: str,
     process_timeout_s: float | None,
 ) -> DecoderSpec:
-    """D2F with lookahead branches; without a cache and under full attention those of a plain diffusion LM. With a
-    `process_timeout_s` they are divided over processes, which wait for one another so many seconds."""
+    """D2F with lookahead branches; with cache=none and full attention: lookahead branches for a plain diffusion LM.
+    With a `process_timeout_s` they are divided over processes, which wait for one another so many seconds."""
 
-    def build(*, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
         rules = BlockRules(
             block_size=block_size,
             append_ratio=append_ratio,
@@ -321,6 +321,6 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str =
     return DecoderSpec(label=label, build=build, baseline=f"base_{baseline}", infills=infills, of_base=True)
 
 
-def on_base(*, target: AnySubsetModel, base: Base, build: Build, **parts: Any) -> Decoder:
+def on_base(*, target: TargetModel, base: Base, build: Build, **parts: Any) -> Decoder:
     """`build` on the base, in the trained target's dtype and on its device; without the target's drafter."""
     return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})

@@ -20,8 +20,8 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
+from dspec.models.target_model import TargetModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
@@ -84,7 +84,7 @@ class Evaluation:
     def encode_prompts(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         policy: PromptPolicy,
@@ -114,7 +114,7 @@ class Evaluation:
     def __call__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
@@ -154,7 +154,7 @@ class Evaluation:
     def rows(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
@@ -223,7 +223,7 @@ class Evaluation:
 
     def _check_ar(
         self,
-        target: AnySubsetModel,
+        target: TargetModel,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, Benchmark],
         encoded: Mapping[str, EncodedPrompts],
@@ -247,7 +247,7 @@ class Evaluation:
         )
 
     def _decode(
-        self, condition: _Condition, target: AnySubsetModel, stop_ids: Sequence[int], log: SampleLog, meter: Meter
+        self, condition: _Condition, target: TargetModel, stop_ids: Sequence[int], log: SampleLog, meter: Meter
     ) -> bool:
         """Decodes and logs the samples that are not in `log` yet; returns whether there were any."""
         name, sampling, decoders = condition.name, condition.sampling, condition.decoders
@@ -303,7 +303,7 @@ class Evaluation:
         return bool(batches)
 
     def _rows(
-        self, condition: _Condition, target: AnySubsetModel, specs: Mapping[str, DecoderSpec], log: SampleLog
+        self, condition: _Condition, target: TargetModel, specs: Mapping[str, DecoderSpec], log: SampleLog
     ) -> list[ResultRow]:
         samples = log.select(condition.name, condition.sampling.temperature)
         by_decoder = {key: [s for s in samples if s.decoder == key] for key in condition.decoders}
@@ -333,7 +333,7 @@ class Evaluation:
         ]
 
 
-def _built(key: str, spec: DecoderSpec, target: AnySubsetModel, draft: Draft | None) -> Decoder:
+def _built(key: str, spec: DecoderSpec, target: TargetModel, draft: Draft | None) -> Decoder:
     """Raises UserError, with the decoder's name, for settings that it rejects."""
     try:
         return spec.build(target=target, draft=draft)
@@ -348,7 +348,7 @@ def _verdict_data(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def _fitting(
-    target: AnySubsetModel, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy
+    target: TargetModel, name: str, benchmark: Benchmark, items: Sequence[Item], policy: PromptPolicy
 ) -> EncodedPrompts:
     """Items and prompts, without the texts with holes that do not fit the model: no setting would shorten those. Raises
     UserError if none is left."""

@@ -16,12 +16,12 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.generation import make_requests
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import GREEDY
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, require_causal
+from dspec.models.target_model import TargetModel
 from eval.intervals import median_interval
 
 
-def timed(target: AnySubsetModel, work: Callable[[], Any]) -> tuple[Any, float]:
+def timed(target: TargetModel, work: Callable[[], Any]) -> tuple[Any, float]:
     """The result of `work` and its seconds; synchronises CUDA."""
     _synchronise(target)
     start = time.perf_counter()
@@ -30,13 +30,13 @@ def timed(target: AnySubsetModel, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _synchronise(target: AnySubsetModel) -> None:
+def _synchronise(target: TargetModel) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def against_generate(
-    target: AnySubsetModel,
+    target: TargetModel,
     prompts: Sequence[list[int]],
     *,
     batch_size: int,

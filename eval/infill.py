@@ -19,8 +19,8 @@ from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import embedded_any_subset, load_language_model
+from dspec.models.target_model import TargetModel
 from dspec.terminal import quiet
 from eval.checkpoints import has_target
 from eval.prompts import EncodedPrompt
@@ -53,7 +53,7 @@ def parse(tokenizer: PreTrainedTokenizerBase, text: str, *, task: str | None) ->
     return EncodedPrompt(ids=ids, max_new_tokens=len(holes), positions=[*seen, *holes], start=len(turn))
 
 
-def _model(folder: str | None) -> AnySubsetModel:
+def _model(folder: str | None) -> TargetModel:
     """The shipped model, that of a run's folder, or any language model's."""
     if folder is None:
         return embedded_any_subset(dtype="float32", device="cpu")

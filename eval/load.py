@@ -7,10 +7,10 @@ from omegaconf import DictConfig
 
 from data.chat import PromptPolicy
 from dspec.config.compose import instantiate
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.checkpoint import from_pretrained
 from dspec.models.draft import Draft
 from dspec.models.language_model import load_language_model, require_causal
+from dspec.models.target_model import TargetModel
 from eval.checkpoints import draft_folder, has_target, run_config
 
 
@@ -18,7 +18,7 @@ from eval.checkpoints import draft_folder, has_target, run_config
 class LoadedModel:
     """The models under evaluation; `policy` is how the checkpoint's training rendered prompts (None: nobody said)."""
 
-    target: AnySubsetModel
+    target: TargetModel
     draft: Draft | None
     policy: PromptPolicy | None
 
@@ -35,7 +35,7 @@ def load_model(*, target: DictConfig, checkpoint: Path | None, layout: str | Non
     return LoadedModel(model, draft, policy)
 
 
-def _target(node: DictConfig, checkpoint: Path | None) -> AnySubsetModel:
+def _target(node: DictConfig, checkpoint: Path | None) -> TargetModel:
     """The target that a run trained, with dtype and device of `node` (its base); without such a run, `node` itself."""
     if checkpoint is None or not has_target(checkpoint) or (checkpoint / "draft").is_dir():
         return instantiate(node)

@@ -43,10 +43,10 @@ from dspec.decoding.speculative import Speculative
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import ConfidenceThreshold, VerificationPolicy, VerifyAll
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft, build_draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.target_model import TargetModel
 from dspec.models.temperatures import Calibration
 from dspec.models.xlnet import XLNet
 from eval import decoders
@@ -281,9 +281,7 @@ def any_subset(
 
 
 @torch.inference_mode()
-def joint_log_density(
-    model: AnySubsetModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int
-) -> Tensor:
+def joint_log_density(model: TargetModel, ids: Sequence[int], positions: Sequence[int], prompt_length: int) -> Tensor:
     """Log probability of each token after the prompt given the tokens at all places before it, in one pass (eq. 6):
     [len(ids) - prompt_length]. `ids` and `positions` are by place. Raises UserError as
     decoding does."""
@@ -324,7 +322,7 @@ def infilling(
 
 
 def conditional(
-    model: AnySubsetModel, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int
+    model: TargetModel, tokens: Sequence[int], positions: Sequence[int], *, prompt: int, place: int
 ) -> Tensor:
     """Logits of an any-subset model for `place` given all of `tokens`, which are in order of generation: one query and
     no cache. Of a causal LM by a mask written out, of an XLNet by transformers' own pass over the whole text."""

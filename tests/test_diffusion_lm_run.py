@@ -24,7 +24,7 @@ FEW = (
 
 def record(run: Path) -> TrainingRecord:
     path = str(run / "target")
-    written = load_language_model(path=path, name="t", dtype="float32", device="cpu", mask_token_id=None)
+    written = load_language_model(path=path, name="t", dtype="float32", device="cpu", mask_token=None)
     assert isinstance(written, LanguageModel)
     return TrainingRecord.read(written)
 

@@ -117,7 +117,7 @@ def test_the_longest_text_fits(model: LanguageModel, any_subset: bool, length: i
         log_likelihoods(model, [Continuation([1, *text.context], text.tokens)], any_subset=any_subset)
 
 
-def test_an_any_subset_model_needs_a_mask_token(toys: SimpleNamespace) -> None:
+def test_an_target_model_needs_a_mask_token(toys: SimpleNamespace) -> None:
     bare = toys.target("qwen3", vocab=13)
     bare.mask_token_id = None
     with pytest.raises(UserError, match="has no mask token"):

@@ -100,7 +100,7 @@ def any_subset(limit_BQ: Tensor, start_B: Tensor) -> Predicate:
 def block_causal(block_BQ: Tensor, start_B: Tensor) -> Predicate:
     """Block-causal: a query sees all slots of its own block and of earlier ones (D2F, arXiv 2508.09192, section 4).
 
-    Decoding takes it as `branch_windows` with one branch, training of a D2F student as it is.
+    D2F training uses it directly; decoding uses `branch_windows` with a single branch.
 
     `block_BQ` numbers the blocks of a pass's slots, in order: the prompt is block 0, PADDING sees itself only. Query q
     of row b fills cache slot start[b] + q and sees all slots before start[b].

@@ -45,7 +45,7 @@ _LEAST = {
     "segment": 1,
 }
 _RATIOS = ("append_ratio", "activate_ratio", "threshold")
-_OF_DIFFUSION = tuple(f"eval.decoders.{name}" for name in ("diffusion", "confidence_threshold", "d2f", "lopa"))
+OF_DIFFUSION = tuple(f"eval.decoders.{name}" for name in ("diffusion", "fast_dllm", "d2f", "lopa"))
 
 
 def check(cfg: DictConfig, *, config: str) -> None:
@@ -62,7 +62,7 @@ def check(cfg: DictConfig, *, config: str) -> None:
         if not path.startswith("search."):  # lists of such values
             _check_range(path, value)
     _check_copies(values.get("decoder") or {})
-    _check_blocks(values)
+    _check_blocks(cfg)
 
 
 def known_keys(config: str) -> set[str]:
@@ -182,15 +182,17 @@ def _check_copies(decoders: Mapping[str, Any]) -> None:
             raise UserError(f"{name} copies the settings of {copied[1]}: use decoder=[...,{name},{copied[1]}]")
 
 
-def _check_blocks(values: Mapping[str, Any]) -> None:
-    """Raises UserError for a decoder of diffusion LMs whose blocks are larger than an answer may be."""
+def _check_blocks(cfg: DictConfig) -> None:
+    """Raises UserError for a decoder of diffusion LMs whose blocks are larger than an answer may be. Values are
+    resolved: a training run's decoders refer to its blocks."""
     budgets = {
-        path: value
-        for path, value in flat({"benchmark": values.get("benchmark") or {}}).items()
-        if path.endswith(".max_new_tokens") and _is_number(value)
+        f"benchmark.{name}.max_new_tokens": size
+        for name in cfg.get("benchmark") or {}
+        if _is_number(size := OmegaConf.select(cfg, f"benchmark.{name}.max_new_tokens"))
     }
-    for name, node in (values.get("decoder") or {}).items():
-        if node.get("_target_") not in _OF_DIFFUSION or not _is_number(size := node.get("block_size")):
+    for name, node in (cfg.get("decoder") or {}).items():
+        size = OmegaConf.select(cfg, f"decoder.{name}.block_size")
+        if node.get("_target_") not in OF_DIFFUSION or not _is_number(size):
             continue
         if small := [path for path in budgets if budgets[path] < size]:
             raise UserError(

@@ -13,8 +13,8 @@ from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import Row, State
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel
+from dspec.models.target_model import TargetModel
 from dspec.spans import span
 
 
@@ -87,7 +87,7 @@ def decode(
         decoder.step(state)
 
 
-def check_requests(model: AnySubsetModel, requests: Sequence[Request], *, any_order: bool = False) -> None:
+def check_requests(model: TargetModel, requests: Sequence[Request], *, any_order: bool = False) -> None:
     """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1; also for a
     request with positions, unless the decoder generates tokens in `any_order`."""
     for i, request in enumerate(requests):

@@ -14,9 +14,9 @@ from dspec.attention import masks
 from dspec.decoding.sampling import SamplingBatch, draw
 from dspec.decoding.state import PerRow
 from dspec.errors import UserError
-from dspec.models.any_subset_model import lm_logits
 from dspec.models.cache import PositionCache
 from dspec.models.draft import Draft
+from dspec.models.target_model import lm_logits
 from dspec.spans import span
 
 
@@ -35,7 +35,7 @@ class Proposal:
 class Proposer(Protocol):
     """Proposes drafts after each row's anchor, and receives the target's features of verified positions.
 
-    Its `memory` of the rows in flight is a RowState (state.py) that the caller holds.
+    Its `memory` of the rows in flight is a StatePart (state.py) that the caller holds.
     """
 
     num_drafts: int

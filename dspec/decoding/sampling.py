@@ -1,6 +1,7 @@
 """Sampling: a token's distribution, and drawing from it with given uniforms.
 
-All randomness comes as uniforms from one stream per row, so that a row draws the same alone and in any batch.
+All randomness comes as uniforms from one stream per row, so that a row draws the same alone and in any batch; diffusion
+decoding draws as many per pass as a row's answer has slots, from a generator of the row's own (diffusion/row_state.py).
 Distributions are sorted and summed in chunks of rows to bound memory; each row's result depends on that row alone.
 Legend: B = rows, V = vocabulary.
 """

@@ -61,7 +61,7 @@ class Row:
         self.generation.passes.append(Pass(kind, committed, confidence=confidence, **counts, **cost))
 
 
-class RowState(Protocol):
+class StatePart(Protocol):
     """What a decoder holds for each row in flight: caches, random streams, drafts."""
 
     def select(self, rows: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class RowState(Protocol):
         ...
 
     def join(self, other: Any) -> None:
-        """Appends the rows of another RowState of the same type."""
+        """Appends the rows of another StatePart of the same type."""
         ...
 
 
@@ -101,7 +101,7 @@ class State:
         """The position where each row's next pass begins: its anchor's."""
         return [len(row.text) - 1 for row in self.rows]
 
-    def _parts(self) -> Iterable[RowState]:
+    def _parts(self) -> Iterable[StatePart]:
         return self.cache, self.streams, *self.parts.values()
 
     def select(self, rows: Sequence[int]) -> None:

@@ -83,7 +83,7 @@ class AnswerLayout:
                 "data._target_=data.conversations.Conversations"
             )
         if batch.row_numbers is None:
-            raise UserError("mask rates follow a sequence over rows: the batch needs row_numbers")
+            raise UserError("tails and mask rates follow sequences over rows: the batch needs row_numbers")
         L, device = batch.ids_BL.shape[1], batch.ids_BL.device
         first_B, end_B = _spans(batch.supervised_BL)
         if 0 in first_B:

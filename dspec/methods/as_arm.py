@@ -41,8 +41,8 @@ from torch.nn.utils.rnn import pad_sequence
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_without
 from dspec.method import Batch, LossOutput, Method
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.export import export_language_model
+from dspec.models.target_model import TargetModel
 from dspec.precision import widest
 from dspec.seeding import low_discrepancy
 from dspec.tuning import Tuning
@@ -143,7 +143,7 @@ class ASARM(Method):
     def __init__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         tuning: Tuning,
         rate: MaskRate,
         order: str,

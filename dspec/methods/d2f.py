@@ -17,8 +17,8 @@ MASK's logit is left out of both softmaxes, as in decoding. Whether the token at
 it (`shift`) is the base's property: its config.json says so. Under block-causal attention the first token of a block is
 then predicted at the last place of the block before, which does not see the block.
 
-Rates never exceed `high` in training (0.7 in the paper), while decoding begins with blocks that are masked entirely:
-`rates.high` = 1 includes them.
+Decoding starts from fully masked blocks, which rates of at most 0.7 (the paper's) never show the student;
+`rates.high: 1.0` does.
 
 Departures: the divisor counts the masked slots of the batch over all ranks and accumulated rows alike (released code:
 mean over the micro-batch); EOS after a response up to a number of blocks, not to the batch's or a fixed length; no LoRA
@@ -39,12 +39,12 @@ from dspec.attention import masks
 from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, distillation_loss, head_terms
 from dspec.masked_diffusion.answers import AnswerLayout, Answers
-from dspec.masked_diffusion.noise import BlockRates, Noise, draw_noise
+from dspec.masked_diffusion.noise import BlockRates, Noise
+from dspec.masked_diffusion.slots import noisy_answers, predicting_states, response_and_tail_means
 from dspec.method import Batch, LossOutput, Method
-from dspec.methods.masked_diffusion import by_part, predicting_states
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.export import export_language_model
 from dspec.models.language_model import LanguageModel, require_causal
+from dspec.models.target_model import TargetModel
 from dspec.models.training_record import BLOCK_CAUSAL, TrainingRecord
 from dspec.tuning import LoRA, Tuning
 
@@ -64,7 +64,7 @@ class D2F(Method):
     def __init__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         tuning: Tuning,
         layout: AnswerLayout,
         rates: BlockRates,
@@ -99,10 +99,9 @@ class D2F(Method):
         tuning.prepare(target)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        target = self.target
-        answers = self.layout.answers(batch, stop_ids=target.stop_ids, max_places=target.max_positions)
-        # the layout raises without row numbers
-        noise = draw_noise(answers, self.rates, row_numbers=batch.row_numbers or (), generators=generators)
+        answers, noise = noisy_answers(
+            batch, layout=self.layout, rates=self.rates, target=self.target, generators=generators
+        )
         return self.loss_at(answers, noise)
 
     def loss_at(self, answers: Answers, noise: Noise) -> LossOutput:
@@ -117,14 +116,14 @@ class D2F(Method):
         weight_BL = 1 / noise.probability_BL if self.weight == INVERSE_P else torch.ones_like(noise.probability_BL)
         loss_sum, stats = chunked_sum(
             distillation_loss(
-                self.target.lm_head.weight, of_student=self.kl == STUDENT_TEACHER, banned=self.mask_token_id
+                self.target.lm_head.weight, reverse=self.kl == STUDENT_TEACHER, banned=self.mask_token_id
             ),
             terms=head_terms(self.target.lm_head, student),
             constants=[weight_BL[chosen], teacher],
             chunk_mb=self.chunk_mb,
         )
         slots = torch.tensor(sum(answers.slots), device=ids_BL.device)
-        metrics = {"mask_rate": (noise.masked_BL.sum(), slots)} | by_part(
+        metrics = {"mask_rate": (noise.masked_BL.sum(), slots)} | response_and_tail_means(
             {"kl": stats[:, 0], "match": stats[:, 1]}, answers.tail_BL[chosen]
         )
         return LossOutput(loss_sum, chosen.sum(), metrics)

@@ -16,7 +16,8 @@ being masked.
 
 Departures: the rates of rows follow a low-discrepancy sequence; at least one slot of a row is masked, and the weight is
 one over the probability that this gives, not 1 / t (masked_diffusion/noise.py); LLaDA divides each row by its own
-length, Dream reweights by distance to known tokens (CART) and moves from causal attention without a transition, too.
+length. Like Dream we switch from causal to full attention at once; unlike Dream we do not reweight tokens by their
+distance to known ones (CART).
 
 Legend: B = rows, L = places of a row, P = masked slots, D = width.
 """
@@ -25,16 +26,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from dspec.attention import masks
 from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_without
 from dspec.masked_diffusion.answers import AnswerLayout, Answers
-from dspec.masked_diffusion.noise import BlockRates, Noise, draw_noise
-from dspec.method import Batch, LossOutput, Method, Metrics
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.masked_diffusion.noise import BlockRates, Noise
+from dspec.masked_diffusion.slots import noisy_answers, predicting_states, response_and_tail_means
+from dspec.method import Batch, LossOutput, Method
 from dspec.models.export import export_language_model
 from dspec.models.language_model import require_causal
+from dspec.models.target_model import TargetModel
 from dspec.models.training_record import FULL, TrainingRecord
 from dspec.tuning import Tuning
 
@@ -48,7 +50,7 @@ class MaskedDiffusion(Method):
     def __init__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         tuning: Tuning,
         layout: AnswerLayout,
         rates: BlockRates,
@@ -64,10 +66,9 @@ class MaskedDiffusion(Method):
         tuning.prepare(target)
 
     def loss(self, batch: Batch, *, generators: Sequence[Generator]) -> LossOutput:
-        target = self.target
-        answers = self.layout.answers(batch, stop_ids=target.stop_ids, max_places=target.max_positions)
-        # the layout raises without row numbers
-        noise = draw_noise(answers, self.rates, row_numbers=batch.row_numbers or (), generators=generators)
+        answers, noise = noisy_answers(
+            batch, layout=self.layout, rates=self.rates, target=self.target, generators=generators
+        )
         return self.loss_at(answers, noise)
 
     def loss_at(self, answers: Answers, noise: Noise) -> LossOutput:
@@ -84,7 +85,7 @@ class MaskedDiffusion(Method):
             chunk_mb=self.chunk_mb,
         )
         slots = torch.tensor(sum(answers.slots), device=ids_BL.device)
-        metrics = {"mask_rate": (noise.masked_BL.sum(), slots)} | by_part(
+        metrics = {"mask_rate": (noise.masked_BL.sum(), slots)} | response_and_tail_means(
             {"ce": stats[:, 0], "accuracy": stats[:, 1]}, answers.tail_BL[chosen]
         )
         return LossOutput(loss_sum, slots, metrics)
@@ -94,18 +95,3 @@ class MaskedDiffusion(Method):
 
     def export(self, folder: Path, *, card: str) -> Path:
         return export_language_model(self.target, folder / "target", dtype=self.export_dtype, card=card)
-
-
-def predicting_states(hidden_BLD: Tensor, chosen_BL: Tensor, *, shift: bool) -> Tensor:
-    """The hidden states [P, D] that predict the chosen slots; slots come after a prompt, so place - 1 exists."""
-    row, place = chosen_BL.nonzero(as_tuple=True)
-    return hidden_BLD[row, place - int(shift)]
-
-
-def by_part(values: dict[str, Tensor], tail_P: Tensor) -> Metrics:
-    """Means over responses, and (tail_*) over the EOS after them, which are easy and would hide the others."""
-    metrics: Metrics = {}
-    for name, value_P in values.items():
-        metrics[name] = (value_P[~tail_P].sum(), (~tail_P).sum())
-        metrics[f"tail_{name}"] = (value_P[tail_P].sum(), tail_P.sum())
-    return metrics

@@ -35,8 +35,7 @@ from dspec.models.language_model import (
     require_causal,
 )
 from dspec.models.mask_token import choose_mask_token
-
-ATTENTION: Final = "bidirectional"  # of all models that are loaded here
+from dspec.models.training_record import FULL, STORED_ATTENTION, TrainingRecord
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def load_diffusion_lm(
 
 def _check_record(said: Mapping[str, Any], *, mask_token: int, logit_shift: bool, name: str) -> None:
     """Raises UserError where config.json contradicts the target's keys."""
-    stored = {"mask_token_id": mask_token, "dspec_logit_shift": logit_shift, "dspec_attention": ATTENTION}
+    stored = {"mask_token_id": mask_token, "dspec_logit_shift": logit_shift, "dspec_attention": STORED_ATTENTION[FULL]}
     keys = {"mask_token_id": "target.mask_token", "dspec_logit_shift": "target.logit_shift"}
     for key, asked in stored.items():
         if (value := said.get(key)) in (None, asked):
@@ -215,6 +214,6 @@ def _record(loaded: LanguageModel, stop_tokens: Sequence[int], *, logit_shift: b
         )
     # the folder's own has settings of its authors' sampler, which transformers refuses to save
     loaded.model.generation_config = GenerationConfig(eos_token_id=list(stop_tokens), pad_token_id=stop_tokens[0])
+    TrainingRecord(FULL, None, logit_shift).write(loaded)
     config: Any = loaded.model.config
-    config.dspec_logit_shift, config.dspec_attention = logit_shift, ATTENTION
     config.eos_token_id, config.pad_token_id = list(stop_tokens), stop_tokens[0]

@@ -307,7 +307,7 @@ def build_draft(
     """A fresh drafter with the target's width and heads; null ids and sizes are taken from the target. Without a Markov
     head its rank and its part in the confidence head are 0.
 
-    Raises UserError when the target has no mask token and none is given, or for layer ids out of range.
+    Raises UserError if the target has no mask token, or for layer ids out of range.
     """
     source = require_causal(target).model.config
     ids = tuple(target_layer_ids or default_target_layers(num_taps, num_layers=target.num_layers))

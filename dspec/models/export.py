@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from dspec.atomic import atomic_folder
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 
 
-def export_language_model(target: AnySubsetModel, folder: Path, *, dtype: torch.dtype | None, card: str) -> Path:
+def export_language_model(target: TargetModel, folder: Path, *, dtype: torch.dtype | None, card: str) -> Path:
     """Writes `folder` atomically and returns it; `card` becomes its README.md, the mask token's id is in config.json.
 
     Weights are written in `dtype` (None: that of `target`, which is left alone). They are the evaluated ones to the

@@ -35,10 +35,10 @@ from dspec.attention.attend import attend
 from dspec.attention.masks import Mask, Predicate
 from dspec.devices import check_bfloat16, local_device
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache, Window
 from dspec.models.mask_token import choose_mask_token
 from dspec.models.rotary import Rotary
+from dspec.models.target_model import TargetModel
 from dspec.models.xlnet import MODEL_TYPE as XLNET
 from dspec.models.xlnet import XLNet
 from dspec.spans import span
@@ -86,7 +86,7 @@ class ModelOutput:
     features_BLF: Tensor  # the tapped layers' outputs, concatenated; width 0 when nothing is tapped
 
 
-class LanguageModel(AnySubsetModel):
+class LanguageModel(TargetModel):
     """A decoder-only LM of the Llama, Qwen2 or Qwen3 family with its tokenizer; frozen until a method trains it."""
 
     def __init__(
@@ -203,7 +203,7 @@ class LanguageModel(AnySubsetModel):
         return output.hidden_BLD
 
 
-def require_causal(model: AnySubsetModel) -> LanguageModel:
+def require_causal(model: TargetModel) -> LanguageModel:
     """The model itself. Raises UserError for one that does not write from left to right."""
     if not isinstance(model, LanguageModel):
         raise UserError(
@@ -223,9 +223,7 @@ def _norms_in_double(model: nn.Module) -> None:
                 setattr(parent, name, norm)
 
 
-def load_language_model(
-    *, path: str, name: str, dtype: str, device: str, mask_token: int | str | None
-) -> AnySubsetModel:
+def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_token: int | str | None) -> TargetModel:
     """A target from a local folder or the Hub, an XLNet included; `dtype` float32 | bfloat16 | float64, `mask_token` as
     in models/mask_token.py. Code in a folder is never run.
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dspec.errors import UserError
-from dspec.models.any_subset_model import end_tokens
+from dspec.models.target_model import end_tokens
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from dspec.models.language_model import LanguageModel
 
 FULL: Final = "full"
 BLOCK_CAUSAL: Final = "block_causal"
-_NAMES: Final = {"bidirectional": FULL, "block_causal": BLOCK_CAUSAL}  # as config.json has it
+STORED_ATTENTION: Final = {FULL: "bidirectional", BLOCK_CAUSAL: "block_causal"}  # as config.json has it
+_NAMES: Final = {name: attention for attention, name in STORED_ATTENTION.items()}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,6 @@ class TrainingRecord:
     def write(self, model: LanguageModel) -> None:
         """Into the config of the model in memory, for decoders of this run; exports write that config."""
         config: Any = model.model.config
-        config.dspec_attention = next((name for name, value in _NAMES.items() if value == self.attention), None)
+        config.dspec_attention = None if self.attention is None else STORED_ATTENTION[self.attention]
         config.dspec_block_size = self.block_size
         config.dspec_logit_shift = self.shift

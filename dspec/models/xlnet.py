@@ -26,8 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dspec.attention import masks
 from dspec.attention.attend import attend
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache, Window
+from dspec.models.target_model import TargetModel
 from dspec.precision import widest
 from dspec.spans import span
 
@@ -45,7 +45,7 @@ class _LayerInputs:
     window: Window | None
 
 
-class XLNet(AnySubsetModel):
+class XLNet(TargetModel):
     """An XLNet with its tokenizer: fills holes in any order, and does not continue a text as causal models do."""
 
     def __init__(

@@ -17,21 +17,21 @@ from torch import nn
 
 from dspec.errors import UserError
 from dspec.method import Method
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
+from dspec.models.target_model import TargetModel
 from dspec.provenance import fingerprint
 
 
 class Models(L.Callback):
     """A run's target and, if it has one, its drafter."""
 
-    def __init__(self, *, target: AnySubsetModel, draft: Draft | None) -> None:
+    def __init__(self, *, target: TargetModel, draft: Draft | None) -> None:
         """Must be created before a method modifies the target: its weights now are the run's initial ones."""
         self.target, self.draft, self.dtype = target, draft, target.dtype
         self._base = fingerprint(target.model)
 
     @property
-    def parts(self) -> dict[str, AnySubsetModel | Draft]:
+    def parts(self) -> dict[str, TargetModel | Draft]:
         """The models by the names under which a method takes them."""
         return {"target": self.target} if self.draft is None else {"target": self.target, "draft": self.draft}
 

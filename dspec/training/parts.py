@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
+from dspec.models.target_model import TargetModel
 
 
 class TrainingData(Protocol):
@@ -27,7 +27,7 @@ class TrainingData(Protocol):
 class DecoderSpec(Protocol):
     """A decoder that is built when it is needed (eval/decoders.py)."""
 
-    def check(self, *, target: AnySubsetModel, draft: Draft | None) -> None:
+    def check(self, *, target: TargetModel, draft: Draft | None) -> None:
         """Raises UserError for settings that its decoder rejects."""
         ...
 
@@ -38,7 +38,7 @@ class Evaluation(Protocol):
     def encode_prompts(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, object],
         policy: object,
@@ -49,7 +49,7 @@ class Evaluation(Protocol):
     def __call__(
         self,
         *,
-        target: AnySubsetModel,
+        target: TargetModel,
         draft: Draft | None,
         specs: Mapping[str, DecoderSpec],
         benchmarks: Mapping[str, object],

@@ -33,9 +33,9 @@ from dspec.config.run_folder import remember_command
 from dspec.config.types import check_types
 from dspec.errors import UserError
 from dspec.method import Method
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.draft import Draft
 from dspec.models.language_model import require_causal
+from dspec.models.target_model import TargetModel
 from dspec.provenance import provenance
 from dspec.terminal import quiet
 from dspec.training.checkpoints import AtomicCheckpointIO, FinalCheckpoint, resume_checkpoint
@@ -102,7 +102,7 @@ def prepare(cfg: DictConfig) -> Job:
     specs = instantiate_decoders(cfg)
     check_decoders(specs, drafter=cfg.draft is not None, without="use recipe=dspark or recipe=dflash")
     # models first: the rest is built for them; the random numbers of fresh weights depend on this order
-    target: AnySubsetModel = instantiate(cfg.target)
+    target: TargetModel = instantiate(cfg.target)
     data: TrainingData = instantiate(cfg.data, target=target)
     draft: Draft | None = instantiate(cfg.draft, target=target) if cfg.draft is not None else None
     models = Models(target=target, draft=draft)

@@ -25,7 +25,7 @@ from dspec.decoding.generation import Generation, Pass
 from dspec.decoding.sampling import GREEDY
 from dspec.errors import UserError
 from dspec.likelihood import Continuation, Likelihood, check_text, log_likelihoods
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 from dspec.provenance import fingerprint, provenance
 from dspec.terminal import quiet
 from eval.benchmarks.likelihood import LikelihoodBenchmark, Question
@@ -50,7 +50,7 @@ class Distribution:
     """What scores: a model, and how it is read."""
 
     label: str
-    model: AnySubsetModel
+    model: TargetModel
     any_subset: bool
 
 
@@ -87,7 +87,7 @@ class Task:
     left_out: int  # questions that cannot be scored
 
 
-def encoded_task(model: AnySubsetModel, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
+def encoded_task(model: TargetModel, name: str, benchmark: LikelihoodBenchmark, *, any_subset: bool) -> Task:
     """Leaves out what cannot be scored, with a warning. Raises UserError if nothing is left."""
     texts = []
     unfit: list[str] = []

@@ -25,8 +25,8 @@ from dspec.decoding.loop import Decoder, decode
 from dspec.decoding.sampling import GREEDY
 from dspec.decoding.stopping import StopStrings
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, require_causal
+from dspec.models.target_model import TargetModel
 from dspec.models.training_record import TrainingRecord
 from dspec.provenance import provenance
 from dspec.seeding import prompt_seed
@@ -148,7 +148,7 @@ def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> 
     return chosen
 
 
-def left_to_right_model(model: AnySubsetModel) -> LanguageModel:
+def left_to_right_model(model: TargetModel) -> LanguageModel:
     """The model itself. Raises UserError for one that Jacobi decoding is not for."""
     target = require_causal(model)
     if TrainingRecord.read(target).attention is not None:

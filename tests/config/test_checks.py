@@ -2,11 +2,12 @@
 
 import pytest
 
-from dspec.config.checks import check
+import eval.decoders
+from dspec.config.checks import OF_DIFFUSION, check
 from dspec.config.compose import composed
 from dspec.errors import UserError
 
-COMMON = ["target=tiny", "decoder=[diffusion,confidence_threshold,d2f,lopa]", "benchmark=tiny"]
+COMMON = ["target=tiny", "decoder=[diffusion,fast_dllm,d2f,lopa]", "benchmark=tiny"]
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ COMMON = ["target=tiny", "decoder=[diffusion,confidence_threshold,d2f,lopa]", "b
         (["decoder.d2f.threshold=1.5"], r"decoder\.d2f\.threshold=1\.5 .*must lie in \[0, 1\]"),
         (["decoder.lopa.append_ratio=-0.1"], r"decoder\.lopa\.append_ratio=-0\.1"),
         (["decoder.d2f.activate_ratio=2"], r"decoder\.d2f\.activate_ratio=2"),
-        (["decoder.confidence_threshold.threshold=-1"], r"decoder\.confidence_threshold\.threshold=-1"),
+        (["decoder.fast_dllm.threshold=-1"], r"decoder\.fast_dllm\.threshold=-1"),
         (["decoder.diffusion.tokens_per_step=0"], r"decoder\.diffusion\.tokens_per_step=0 .*at least 1"),
         (["decoder.lopa.branches=-1"], r"decoder\.lopa\.branches=-1 .*at least 0"),
         (["decoder.lopa.segment=0"], r"decoder\.lopa\.segment=0 .*at least 1"),
@@ -38,3 +39,18 @@ def test_in_range() -> None:
     check(composed("eval", [*COMMON, *edges, *sizes]), config="eval")
     of_its_own = ["decoder=[autoregressive,jacobi_single]", "decoder.jacobi_single.block_size=300"]
     check(composed("eval", ["target=tiny", "benchmark=tiny", *of_its_own]), config="eval")  # Jacobi's block may be
+
+
+def test_decoders_with_checked_blocks_exist() -> None:
+    """They are named by strings, which a renaming does not reach."""
+    names = [path.rpartition(".")[2] for path in OF_DIFFUSION]
+    assert all(callable(getattr(eval.decoders, name)) for name in names)
+    blocks = [name for name, node in composed("eval", [*COMMON]).decoder.items() if "block_size" in node]
+    assert sorted(names) == sorted(blocks)
+
+
+def test_blocks_of_a_training_run_are_checked_before_it() -> None:
+    """The decoders' blocks refer to those of training."""
+    arguments = ["recipe=d2f", "target.path=x", "benchmark.functions.max_new_tokens=15"]
+    with pytest.raises(UserError, match=r"block_size=16 is larger than benchmark\.functions\.max_new_tokens=15"):
+        check(composed("train", arguments), config="train")

@@ -55,12 +55,12 @@ def test_the_final_tables_page(eval_run: Callable[..., SimpleNamespace], tmp_pat
     assert {row["reference"] for row in done.rows} == {"base_diffusion"}
     written = json.loads((tmp_path / "run" / "curves.json").read_text())
     (points,) = written["points"].values()
-    names = ["base_diffusion", "base_confidence_threshold", "diffusion", "confidence_threshold", "d2f", "lopa"]
+    names = ["base_diffusion", "base_fast_dllm", "diffusion", "fast_dllm", "d2f", "lopa"]
     assert [p["decoder"] for p in points] == [*names, "lopa_block_causal"]
     assert {p["n"] for p in points} == {4}
     by_name = {p["decoder"]: p for p in points}
     assert by_name["base_diffusion"]["tpf"] == by_name["diffusion"]["tpf"] == 1
-    assert by_name["base_confidence_threshold"]["tpf"] == by_name["confidence_threshold"]["tpf"]
+    assert by_name["base_fast_dllm"]["tpf"] == by_name["fast_dllm"]["tpf"]
     lopa = [row for row in done.rows if row["decoder"]["name"] == "lopa"]
     assert by_name["lopa"]["branches_per_pass"] == sum(r["branch_forwards"] for r in lopa) / sum(r["nfe"] for r in lopa)
     assert by_name["lopa"]["branches_per_pass"] > 1 == by_name["d2f"]["branches_per_pass"]

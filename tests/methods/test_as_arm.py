@@ -18,8 +18,8 @@ from data.packed_corpus import document_batch
 from dspec.errors import UserError
 from dspec.method import Batch
 from dspec.methods.as_arm import ASARM, MaskRate, Order, draw_order, layout, row_lengths
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
+from dspec.models.target_model import TargetModel
 from dspec.seeding import GOLDEN_RATIO
 from dspec.training.lit_module import LitModule
 from dspec.tuning import FullFineTuning
@@ -29,7 +29,7 @@ WIDE = MaskRate(low=[0.1, 0.1], high=[1.0, 1.0], steps=0)
 MASK = 10  # of the toys: their last token
 
 
-def method(target: AnySubsetModel, **changes: Any) -> ASARM:
+def method(target: TargetModel, **changes: Any) -> ASARM:
     settings: dict[str, Any] = {
         "tuning": FullFineTuning(interpolation=1.0), "rate": WIDE, "order": "sorted", "first_visible": False,
         "draft_depth": 1, "normalisation": "per_token", "chunk_mb": 6e-4,
@@ -83,14 +83,14 @@ def conditional(target: LanguageModel, text: Sequence[int], known: Sequence[int]
 
 
 def of_xlnet(
-    toys: SimpleNamespace, target: AnySubsetModel, text: Sequence[int], known: Sequence[int], prompt: int, position: int
+    toys: SimpleNamespace, target: TargetModel, text: Sequence[int], known: Sequence[int], prompt: int, position: int
 ) -> Tensor:
     """The same of an XLNet, by transformers' own pass."""
     logits_V = toys.two_stream_logits(target, [text[p] for p in known], known, prompt=prompt, at=position)
     return logits_V[:MASK].log_softmax(-1)[text[position]]
 
 
-def reference(toys: SimpleNamespace, target: AnySubsetModel, text: Sequence[int], order: Order) -> Tensor:
+def reference(toys: SimpleNamespace, target: TargetModel, text: Sequence[int], order: Order) -> Tensor:
     """- log p of each predicted token."""
     position, losses = order.position_N.tolist(), []
     one = conditional if isinstance(target, LanguageModel) else partial(of_xlnet, toys)

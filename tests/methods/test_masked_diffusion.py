@@ -247,5 +247,5 @@ def test_a_target_without_a_mask_token_is_refused(toys: SimpleNamespace) -> None
 @pytest.mark.slow
 def test_an_exported_folder_says_how_it_was_trained(tmp_path: Path) -> None:
     folder = method(embedded_target(dtype="float32", device="cpu")).export(tmp_path, card="a card")
-    again = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token_id=None)
+    again = load_language_model(path=str(folder), name="t", dtype="float32", device="cpu", mask_token=None)
     assert TrainingRecord.read(again) == TrainingRecord(FULL, 4, shift=True)  # type: ignore[arg-type]

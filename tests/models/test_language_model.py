@@ -28,8 +28,8 @@ from dspec.attention import masks
 from dspec.devices import check_bfloat16
 from dspec.errors import UserError
 from dspec.models import language_model as target_module
-from dspec.models.any_subset_model import lm_logits
 from dspec.models.language_model import _NORMS, ASSETS, LanguageModel, load_language_model
+from dspec.models.target_model import lm_logits
 from dspec.provenance import fingerprint
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -207,7 +207,7 @@ def test_large_heads_get_another_row_where_that_is_faster(
     monkeypatch.setattr(head, "forward", lambda x: rows.append(x.shape[:-1].numel()) or plain(x))
     expected = hidden.double() @ head.weight.double().T
     for large in (10**9, 0):
-        monkeypatch.setattr("dspec.models.any_subset_model._LARGE_HEAD", large)
+        monkeypatch.setattr("dspec.models.target_model._LARGE_HEAD", large)
         got = lm_logits(head, hidden)
         assert got.shape == (*shape, 9)
         torch.testing.assert_close(got.double(), expected, rtol=1e-2, atol={torch.bfloat16: 1e-2}.get(dtype, 1e-6))

@@ -26,7 +26,7 @@ from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
 from dspec.decoding.verification import verify_greedy, verify_sampled
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 from dspec.spans import span
 
 DRAFTS = "drafts"  # the part of the state that holds each row's unverified Drafts
@@ -65,7 +65,7 @@ class AnySubset:
     """Sequential and speculative any-subset decoding of any batch. In one pass some rows may draft while the drafts of
     others are verified."""
 
-    def __init__(self, *, target: AnySubsetModel, config: AnySubsetConfig) -> None:
+    def __init__(self, *, target: TargetModel, config: AnySubsetConfig) -> None:
         """Raises UserError for a model without a mask token."""
         target.required_mask_token()
         self.target, self.config = target, config

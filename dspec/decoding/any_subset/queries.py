@@ -12,8 +12,8 @@ from torch import Tensor
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import check_requests
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.cache import PositionCache
+from dspec.models.target_model import TargetModel
 from dspec.spans import span
 
 
@@ -34,7 +34,7 @@ class RowQuery:
         return len(self.tokens) - self.start + len(self.queried)
 
 
-def query_logits(model: AnySubsetModel, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
+def query_logits(model: TargetModel, rows: Sequence[RowQuery], *, cache: PositionCache | None = None) -> Tensor:
     """Logits [B, Q, V] of the position queries, -inf for the mask token; undefined after a row's last query."""
     B, L, Q = len(rows), max(row.width for row in rows), max(1, *(len(row.queried) for row in rows))
     token_count_B = torch.tensor([len(row.tokens) - row.start for row in rows])
@@ -64,7 +64,7 @@ def query_logits(model: AnySubsetModel, rows: Sequence[RowQuery], *, cache: Posi
     return logits
 
 
-def check_infilling(model: AnySubsetModel, requests: Sequence[Request]) -> None:
+def check_infilling(model: TargetModel, requests: Sequence[Request]) -> None:
     """Raises UserError for requests that any-subset decoding with this model cannot answer."""
     check_requests(model, requests, any_order=True)
     for i, request in enumerate(requests):
@@ -76,7 +76,7 @@ def positions_by_place(request: Request) -> Sequence[int]:
     return range(len(request.ids) + request.max_new_tokens) if request.positions is None else request.positions
 
 
-def check_positions(model: AnySubsetModel, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
+def check_positions(model: TargetModel, i: int, ids: Sequence[int], holes: int, positions: Sequence[int]) -> None:
     """Raises UserError for positions that do not fit the tokens or the model; `i` is the request's index."""
     if len(positions) != len(ids) + holes:
         raise UserError(

@@ -21,7 +21,7 @@ from dspec.decoding.generation import Generation, Pass, Request
 from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import PerRow, Row, State
 from dspec.errors import UserError
-from dspec.models.any_subset_model import AnySubsetModel
+from dspec.models.target_model import TargetModel
 from dspec.spans import span
 
 PROGRESS = "progress"  # the part of the state with each row's RowProgress
@@ -50,7 +50,7 @@ class SigmaGPT:
 
     lossless = False
 
-    def __init__(self, *, target: AnySubsetModel, num_orders: int) -> None:
+    def __init__(self, *, target: TargetModel, num_orders: int) -> None:
         """Raises UserError for a model without a mask token, or without an order."""
         if num_orders < 1:
             raise UserError(f"sigma_gpt tests its drafts in num_orders >= 1 orders, not {num_orders}")

@@ -87,7 +87,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockState:
+class AnswerState:
     """One answer while it is decoded; `cached` is the number of the text's tokens (prompt included) whose final keys
     and values are in the cache."""
 
@@ -99,7 +99,7 @@ class BlockState:
     cached: int = 0
 
     @classmethod
-    def begin(cls, *, rules: BlockRules, prompt: int, limit: int, stop_ids: Collection[int]) -> "BlockState":
+    def begin(cls, *, rules: BlockRules, prompt: int, limit: int, stop_ids: Collection[int]) -> "AnswerState":
         """The first block's slots are open, nothing is cached. Raises UserError for a block larger than `limit`."""
         rules.check(limit)
         first = Block(0, rules.block_size or limit, activated=True)
@@ -162,14 +162,14 @@ class BlockState:
             fills |= {slot: guesses[slot].token for slot in kept}
         return fills
 
-    def filled(self, fills: Mapping[int, int]) -> "BlockState":
+    def filled(self, fills: Mapping[int, int]) -> "AnswerState":
         """With these tokens in open slots. Raises ValueError for a slot that is not open."""
         if wrong := fills.keys() - set(self.open):
             raise ValueError(f"slots {sorted(wrong)} are not open")
         tokens = tuple(fills.get(slot, token) for slot, token in enumerate(self.tokens))
         return replace(self, tokens=tokens)._activated()
 
-    def advance(self, fills: Mapping[int, int], *, cached: int | None = None) -> "BlockState":
+    def advance(self, fills: Mapping[int, int], *, cached: int | None = None) -> "AnswerState":
         """After a pass: these slots are filled, the text's first `cached` tokens (None: all that were settled before
         it) are in the cache, and a block is appended if it is time."""
         after = self.filled(fills)
@@ -179,14 +179,14 @@ class BlockState:
         """The part of a block's slots that is filled, in [0, 1]."""
         return sum(token is not None for token in self.tokens[block.first : block.end]) / (block.end - block.first)
 
-    def _appended(self) -> "BlockState":
+    def _appended(self) -> "AnswerState":
         last = self.blocks[-1]
         if self.stopped or last.end == self.limit or self._filled_ratio(last) < self.rules.append_ratio:
             return self
         end = min(last.end + (self.rules.block_size or self.limit), self.limit)
         return replace(self, blocks=(*self.blocks, Block(last.end, end, activated=False)))
 
-    def _activated(self) -> "BlockState":
+    def _activated(self) -> "AnswerState":
         blocks = self.blocks[:1] + tuple(
             replace(block, activated=True) if self._filled_ratio(before) >= self.rules.activate_ratio else block
             for before, block in zip(self.blocks, self.blocks[1:], strict=False)

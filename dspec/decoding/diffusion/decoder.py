@@ -20,12 +20,12 @@ Sources: D2F (arXiv 2508.09192), Fast-dLLM (arXiv 2505.22618), LoPA (github.com/
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dspec.decoding.diffusion.block_state import Block, BlockRules, BlockState, Phase
+from dspec.decoding.diffusion.block_state import AnswerState, Block, BlockRules, Phase
 from dspec.decoding.diffusion.forward import ATTENTIONS, MAX_CONFIDENCE, RowInputs, compute, guess
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.decoding.diffusion.row_state import BranchExecutor, BranchResult, RowState
@@ -41,9 +41,18 @@ from dspec.spans import span
 
 NONE: Final = "none"
 COMMITTED: Final = "committed"
-OF_A_BLOCK: Final = ("prefix", "dual")
-Positions = tuple[int, Sequence[int], Sequence[int]]  # the first cache slot; shared positions; positions of each window
+PREFIX: Final = "prefix"
+DUAL: Final = "dual"
+BLOCK_CACHES: Final = (PREFIX, DUAL)
 ROW_STATES: Final = "row_states"  # the part of the state that holds each row's RowState
+
+
+class PassPositions(NamedTuple):
+    """Which positions of its text a row computes in a pass."""
+
+    start: int  # the first cache slot
+    shared: Sequence[int]
+    window: Sequence[int]  # of each branch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +69,13 @@ class DiffusionConfig:
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise UserError(f"attention={self.attention} is unknown; use one of {', '.join(ATTENTIONS)}")
-        if self.cache not in (NONE, COMMITTED, *OF_A_BLOCK):
+        if self.cache not in (NONE, COMMITTED, *BLOCK_CACHES):
             raise UserError(f"cache={self.cache} is unknown; use one of none, committed, prefix, dual")
         if self.confidence_measure not in MAX_CONFIDENCE:
             raise UserError(
                 f"confidence_measure={self.confidence_measure} is unknown; use one of {', '.join(MAX_CONFIDENCE)}"
             )
-        if self.cache in OF_A_BLOCK and (
+        if self.cache in BLOCK_CACHES and (
             self.attention != FULL or self.rules.append_ratio != 1 or self.lookahead.branches
         ):
             raise UserError(
@@ -74,7 +83,7 @@ class DiffusionConfig:
             )
 
     @property
-    def one_by_one(self) -> bool:
+    def one_token_per_pass(self) -> bool:
         """Whether this is the baseline: one token per pass, and only exact caching."""
         exact = self.cache == NONE or self.attention == BLOCK_CAUSAL
         rules = self.rules
@@ -85,7 +94,7 @@ class DiffusionConfig:
         )
 
     @property
-    def sees_all(self) -> bool:
+    def sees_whole_answer(self) -> bool:
         """Whether a pass sees all slots of the answer, as diffusion LMs are trained to, or those of appended blocks."""
         return self.attention == FULL and self.cache != COMMITTED
 
@@ -114,7 +123,7 @@ class BlockDiffusion:
         target.required_mask_token()
         self.target, self.config, self.executor = target, config, executor
         self.trained = TrainingRecord.read(target)
-        self.lossless = config.one_by_one
+        self.lossless = config.one_token_per_pass
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         trained = {
@@ -138,14 +147,14 @@ class BlockDiffusion:
         state = State(
             rows=[Row(request, list(request.ids), Generation()) for request in requests],
             cache=PositionCache(0) if self.config.cache == NONE else self.target.new_cache(),
-            streams=Streams([r.seed for r in requests], self.target.device),
+            streams=Streams([r.seed for r in requests], self.target.device),  # unused, see RowState.generator
             parts={ROW_STATES: PerRow(self._row_state(request) for request in requests)},
         )
         self.step(state)
         return state
 
     def _row_state(self, request: Request) -> RowState:
-        answer = BlockState.begin(
+        answer = AnswerState.begin(
             rules=self.config.rules,
             prompt=len(request.ids),
             limit=request.max_new_tokens,
@@ -182,8 +191,8 @@ class BlockDiffusion:
     def _row_inputs(self, row: Row, row_state: RowState) -> RowInputs:
         """What a row computes in the next pass."""
         state, prompt, config = row_state.answer, len(row.request.ids), self.config
-        end = prompt + (state.limit if config.sees_all else state.blocks[-1].end)
-        if config.cache in OF_A_BLOCK:
+        end = prompt + (state.limit if config.sees_whole_answer else state.blocks[-1].end)
+        if config.cache in BLOCK_CACHES:
             start, shared, window = _positions_around_block(row_state, end, cache=config.cache)
         else:
             start, shared, window = _positions_after_cache(state, end, config)
@@ -259,9 +268,9 @@ class BlockDiffusion:
         for b, result in best.items():
             row_inputs, row_state, answer = inputs[b], row_states[b], row_states[b].answer
             committed = self.config.cache == COMMITTED
-            window_start = answer.settled if committed else answer.prompt + _begun(answer).first
+            window_start = answer.settled if committed else answer.prompt + _first_active_block(answer).first
             if not committed:
-                row_state.cached_for_block = _begun(answer).first
+                row_state.cached_for_block = _first_active_block(answer).first
             if self.trained.shift and (index := row_inputs.index(window_start - 1, result.branch)) is not None:
                 row_state.hidden_before_window = hidden_BLD[b, index].clone()
             if committed and result.branch in row_inputs.branches:
@@ -293,34 +302,34 @@ class BlockDiffusion:
             Pass("decode", committed, positions=width, branches=branches, filled=len(ahead | chosen))
         )
         if row.done:
-            row.generation.passes = _useful(row.generation, row_state.pass_of_slot)
+            row.generation.passes = _split_filled_and_beyond(row.generation, row_state.pass_of_slot)
 
 
-def _positions_after_cache(state: BlockState, end: int, config: DiffusionConfig) -> Positions:
+def _positions_after_cache(state: AnswerState, end: int, config: DiffusionConfig) -> PassPositions:
     """`none`: all positions, from 0 on. `committed`: those after the cached ones. Under block-causal attention the
     settled ones see no slot that differs between branches: they are shared. Under full attention none is."""
     start = state.cached if config.cache == COMMITTED else 0
     window_start = state.settled if config.attention == BLOCK_CAUSAL else start
-    return start, range(start, window_start), range(window_start, end)
+    return PassPositions(start, range(start, window_start), range(window_start, end))
 
 
-def _positions_around_block(row_state: RowState, end: int, *, cache: str) -> Positions:
+def _positions_around_block(row_state: RowState, end: int, *, cache: str) -> PassPositions:
     """`prefix`: the block and all after it; `dual`: the block alone. Its first pass also computes and caches what is
     around it, which stands first so that later passes begin after it."""
-    block, prompt = _begun(row_state.answer), row_state.answer.prompt
-    first, last = prompt + block.first, end if cache == "prefix" else prompt + block.end
+    block, prompt = _first_active_block(row_state.answer), row_state.answer.prompt
+    first, last = prompt + block.first, end if cache == PREFIX else prompt + block.end
     window, around = range(first, last), [*range(first), *range(last, end)]
     if row_state.cached_for_block != block.first:
-        return 0, (), [*around, *window]
-    return len(around), (), window
+        return PassPositions(0, (), [*around, *window])
+    return PassPositions(len(around), (), window)
 
 
-def _begun(state: BlockState) -> Block:
+def _first_active_block(state: AnswerState) -> Block:
     """The first block that is not filled."""
     return next(block for block in state.blocks if state.phase(block) is Phase.ACTIVE)
 
 
-def _useful(generation: Generation, pass_of_slot: Mapping[int, int]) -> list[Pass]:
+def _split_filled_and_beyond(generation: Generation, pass_of_slot: Mapping[int, int]) -> list[Pass]:
     """The passes of a complete answer, with the slots that each filled up to its end, and after it."""
     passes = []
     for number, one in enumerate(generation.passes):

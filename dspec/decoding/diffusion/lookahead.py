@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dspec.decoding.diffusion.block_state import BlockState, Guess, by_confidence
+from dspec.decoding.diffusion.block_state import AnswerState, Guess, by_confidence
 from dspec.errors import UserError
 
 BRANCH_SCORES = ("mean", "sliding_window", "lowest_segment")
@@ -44,7 +44,7 @@ class Lookahead:
         if self.segment < 1:
             raise UserError(f"segment={self.segment} must be at least 1 slot")
 
-    def candidates(self, answer: BlockState, guesses: Mapping[int, Guess]) -> list[tuple[int, int]]:
+    def candidates(self, answer: AnswerState, guesses: Mapping[int, Guess]) -> list[tuple[int, int]]:
         """(slot, token) of each branch, the most confident first; `guesses` are those of the round that led here."""
         slots = [slot for slot in answer.open if slot in guesses]
         return [(slot, guesses[slot].token) for slot in by_confidence(slots, guesses)[: self.branches]]

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dspec.decoding.diffusion.block_state import BlockState, Guess
+from dspec.decoding.diffusion.block_state import AnswerState, Guess
 from dspec.models.cache import PositionCache
 
 
@@ -15,7 +15,7 @@ from dspec.models.cache import PositionCache
 class RowState:
     """What is held of one row: the answer so far, and the tokens tried ahead of it, one (slot, token) per branch."""
 
-    answer: BlockState
+    answer: AnswerState
     generator: torch.Generator
     lookahead_tokens: list[tuple[int, int]] = field(default_factory=list)
     # of a model with shifted logits: hidden state [D] at the position before the next window

@@ -20,8 +20,8 @@ from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.state import State
-from dspec.models.any_subset_model import AnySubsetModel
 from dspec.models.language_model import embedded_any_subset
+from dspec.models.target_model import TargetModel
 from eval.prompts import plain_ids
 from eval.speed.forms.plain_forms import Form, Pair, replaced
 
@@ -32,19 +32,19 @@ class UncachedAnySubset(AnySubset):
     """Every pass computes the whole text."""
 
     def _advance(self, state: State, starts: Sequence[int]) -> None:
-        def uncached(model: AnySubsetModel, rows: Sequence[RowQuery], **cache: Any) -> torch.Tensor:
+        def uncached(model: TargetModel, rows: Sequence[RowQuery], **cache: Any) -> torch.Tensor:
             return query_logits(model, rows)
 
         with replaced(any_subset, "query_logits", uncached):
             super()._advance(state, [0] * len(starts))
 
 
-def trained(dtype: str) -> AnySubsetModel:
+def trained(dtype: str) -> TargetModel:
     """The embedded any-subset model."""
     return embedded_any_subset(dtype=dtype, device="cpu")
 
 
-def xlnet(dtype: str) -> AnySubsetModel:
+def xlnet(dtype: str) -> TargetModel:
     """A random XLNet of about the embedded model's size."""
     torch.manual_seed(0)
     return fresh_xlnet(
@@ -53,7 +53,7 @@ def xlnet(dtype: str) -> AnySubsetModel:
 
 
 def filled_text(
-    dtype: torch.dtype, *, model: Callable[[str], AnySubsetModel], length: int, hidden: float, num_drafts: int
+    dtype: torch.dtype, *, model: Callable[[str], TargetModel], length: int, hidden: float, num_drafts: int
 ) -> Pair:
     """One text of `length` tokens, the share `hidden` of them generated at temperature 1, `num_drafts` at a time."""
     target = model(str(dtype).removeprefix("torch."))

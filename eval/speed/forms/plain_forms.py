@@ -23,9 +23,9 @@ from dspec.method import Batch
 from dspec.methods import drafter
 from dspec.methods.drafter import Blocks
 from dspec.methods.dspark import DSpark
-from dspec.models.any_subset_model import lm_logits
 from dspec.models.draft import build_draft
 from dspec.models.language_model import LanguageModel, ModelOutput
+from dspec.models.target_model import lm_logits
 
 Form = Callable[[], object]
 CHUNK_MB = 32.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspec.decoding.diffusion.block_state import BlockRules, BlockState, Guess, Phase, by_confidence
+from dspec.decoding.diffusion.block_state import AnswerState, BlockRules, Guess, Phase, by_confidence
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.errors import UserError
 
@@ -16,15 +16,17 @@ PLAIN: dict[str, Any] = {"block_size": 4, "append_ratio": 0.5, "activate_ratio":
 STOP = 7
 
 
-def begin(limit: int, **rules: Any) -> BlockState:
-    return BlockState.begin(rules=BlockRules(**PLAIN | rules), prompt=3, limit=limit, stop_ids=[STOP])
+def begin(limit: int, **rules: Any) -> AnswerState:
+    return AnswerState.begin(rules=BlockRules(**PLAIN | rules), prompt=3, limit=limit, stop_ids=[STOP])
 
 
-def guess(state: BlockState, sure: Mapping[int, float] = {}, *, token: int = 1, other: float = 0.1) -> dict[int, Guess]:
+def guess(
+    state: AnswerState, sure: Mapping[int, float] = {}, *, token: int = 1, other: float = 0.1
+) -> dict[int, Guess]:
     return {slot: Guess(token, p := sure.get(slot, other), p) for slot in state.open}
 
 
-def filled(state: BlockState, *slots: int, token: int = 1) -> BlockState:
+def filled(state: AnswerState, *slots: int, token: int = 1) -> AnswerState:
     return state.filled(dict.fromkeys(slots, token))
 
 

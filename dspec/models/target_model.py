@@ -20,7 +20,7 @@ from dspec.models.cache import PositionCache
 _LARGE_HEAD = 2**22  # weights; smaller heads take microseconds
 
 
-class AnySubsetModel(nn.Module, ABC):
+class TargetModel(nn.Module, ABC):
     """A model of transformers with its tokenizer; frozen until a method trains it."""
 
     def __init__(
@@ -98,9 +98,9 @@ class AnySubsetModel(nn.Module, ABC):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer.
+        """Tokens that end an answer: the tokenizer's EOS and the generation config's.
 
-        Raises UserError for a target that has neither.
+        Raises UserError if there is none.
         """
         ends = end_tokens(self.model, self.tokenizer)
         if not ends:
