@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.chat import PromptPolicy
 from dspec.atomic import write_json
+from dspec.config.checks import check_blocks
 from dspec.config.compose import check_decoders, instantiate, instantiate_decoders
 from dspec.config.run_folder import remember_command
 from dspec.config.types import check_types
@@ -54,6 +55,7 @@ def run_evaluation(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], run_dir
     )
     evaluation = instantiate(cfg.evaluation)
     fill_in(cfg)
+    check_blocks(cfg)
     loaded = load_model(target=cfg.target, checkpoint=checkpoint_of(cfg), layout=cfg.layout)
     target = loaded.target
     policy: PromptPolicy = loaded.policy or instantiate(cfg.policy)

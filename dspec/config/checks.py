@@ -62,7 +62,8 @@ def check(cfg: DictConfig, *, config: str) -> None:
         if not path.startswith("search."):  # lists of such values
             _check_range(path, value)
     _check_copies(values.get("decoder") or {})
-    _check_blocks(cfg)
+    if not cfg.get("checkpoint"):  # its run may say which blocks the decoders have
+        check_blocks(cfg)
 
 
 def known_keys(config: str) -> set[str]:
@@ -182,7 +183,7 @@ def _check_copies(decoders: Mapping[str, Any]) -> None:
             raise UserError(f"{name} copies the settings of {copied[1]}: use decoder=[...,{name},{copied[1]}]")
 
 
-def _check_blocks(cfg: DictConfig) -> None:
+def check_blocks(cfg: DictConfig) -> None:
     """Raises UserError for a decoder of diffusion LMs whose blocks are larger than an answer may be. Values are
     resolved: a training run's decoders refer to its blocks."""
     budgets = {

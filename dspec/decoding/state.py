@@ -90,7 +90,7 @@ class State:
     rows: list[Row]
     cache: PositionCache  # the target's: all of a row's text but its anchor; a diffusion LM's: what it keeps of blocks
     streams: Streams
-    parts: dict[str, Any] = field(default_factory=dict)  # the decoder's own RowStates, by name
+    parts: dict[str, Any] = field(default_factory=dict)  # the decoder's own StateParts, by name
 
     @property
     def samplings(self) -> SamplingBatch:

@@ -44,7 +44,7 @@ def sample_anchors(supervised_BL: Tensor, count: int, *, generators: Sequence[Ge
     supervised.
     """
     eligible = supervised_BL[:, :-1] & supervised_BL[:, 1:]
-    score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=True)])
+    score = torch.stack([torch.rand(len(row), generator=g) for row, g in zip(eligible, generators, strict=False)])
     score = score.to(supervised_BL.device)
     count = min(count, eligible.shape[1])
     score, anchor_BN = (score + eligible).topk(count, dim=1)  # eligible positions score above 1

@@ -96,7 +96,7 @@ class JacobiForcing(Method):
             raise UserError("Jacobi Forcing trains on trajectories: use recipe=jacobi_forcing, with any data")
         ratio_NK = self.distance(batch.states_NKn, batch.fixed_points, batch.length_N)
         blocks_B = torch.bincount(batch.row_N, minlength=len(batch.ids_BL)).tolist()  # blocks are ordered by row
-        uniform_N = torch.cat([torch.rand(n, generator=g) for n, g in zip(blocks_B, generators, strict=True)])
+        uniform_N = torch.cat([torch.rand(n, generator=g) for n, g in zip(blocks_B, generators, strict=False)])
         chosen_N = self.schedule.choose(ratio_NK, batch.count_N, batch.index_N, uniform_N.to(ratio_NK.device))
         output = self.loss_at(batch, chosen_N)
         noise = ratio_NK.gather(1, chosen_N[:, None]).sum()

@@ -380,8 +380,8 @@ def test_hardware_places_trainer_and_target(hardware: str, device: str) -> None:
     assert (cfg.trainer.accelerator, cfg.target.device) == (device, device)
 
 
-def test_the_sandboxs_limits_are_one_choice(failing: Failing) -> None:
-    """They are files of conf/judge, in every config that judges programs, and keys of it like all others."""
+def test_the_sandboxs_limits(failing: Failing) -> None:
+    """Those of the embedded functions are equal, those of other programs a key like all others."""
     both = ["target=tiny", "benchmark=[tiny,tiny_infilling]", "judge.sandbox.cpu_seconds=3"]
     cfg = composed("eval", both)
     limits = [cfg.benchmark[name].judge for name in ("functions", "filled_functions")]

@@ -137,7 +137,7 @@ COMPOSED: list[tuple[str, list[str]]] = [
     ("speed", []),
     ("search", ["recipe=sweeps/jacobi_config"]),
 ]
-UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x"}
+UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x", "recipe=d2f": "target.path=x"}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_any_subset_decoders_refer_to_the_sequential_one(toys: SimpleNamespace) 
     base = instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.weights=base"]))
     assert base["assd"].baseline == "base_any_subset"
     assert base["assd"].baseline in variants(VARIANTS)
-    with pytest.raises(UserError, match="drafted_by=model"):
+    with pytest.raises(UserError, match="drafted_by=bigram:"):
         instantiate_decoders(composed("eval", ["target=tiny", "decoder=assd", "decoder.assd.drafted_by=bigram"]))
 
 
@@ -168,7 +168,14 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
     cfg = composed("eval", ["target=tiny", f"decoder=[{','.join(names)}]", *said])
     specs = instantiate_decoders(cfg)
     told = {name: spec.build(target=toys.target(), draft=None).settings(GREEDY) for name, spec in specs.items()}
-    same = {"temperature": 0.0, "top_p": 1.0, "trained_attention": None, "trained_block_size": None}
+    same = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "trained_attention": None,
+        "trained_block_size": None,
+        "logit_shift": False,
+        "not_as_trained": [],
+    }
     alone = same | {"branches": 0, "branch_score": "mean", "segment": 1, "confidence_measure": "probability"}
     one_by_one = {"append_ratio": 1.0, "activate_ratio": 1.0}
     exact = {"attention": "block_causal", "cache": "committed"}
@@ -205,7 +212,7 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
         ("d2f.activate_ratio=7", "activate_ratio=7"),
         ("d2f.block_size=0", "block_size=0"), ("lopa.branches=-1", "branches=-1"),
         ("lopa.cache=exact", "cache=exact"), ("lopa.branch_score=max", "branch_score=max"),
-        ("lopa.window_attention=causal", "attention=causal"), ("diffusion.tokens_per_step=0", "at least one slot"),
+        ("lopa.window_attention=causal", "attention=causal"), ("diffusion.tokens_per_step=0", "at least 1"),
         ("fast_dllm.cache=prefixes", "cache=prefixes"),
         ("lopa.confidence_measure=best", "confidence_measure=best"),
         ("jacobi.block_size=null", "jacobi.block_size=null must be an integer"),

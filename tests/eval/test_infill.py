@@ -51,13 +51,13 @@ def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     model, task = embedded_any_subset(dtype="float32", device="cpu"), "Tom has 3 pens and buys 4. How many has he?"
     text = "First, Tom has 3 + 4 = 7 pens. [MASK:14] #### 7"
     prompt, printed = parse(model.tokenizer, text, task=task), set()
-    for draft, drafts, temperature, seed in (("self", 5, 0.0, 0), ("ngram", 5, 0.0, 0), ("self", 1, 0.0, 0),
-                                             ("self", 5, 1.5, 0), ("self", 5, 1.5, 1)):  # fmt: skip
-        config = AnySubsetConfig(num_drafts=drafts, draft=draft, bonus=True, tolerance=0.0)
+    for draft, drafts, temperature, seed in (("model", 5, 0.0, 0), ("bigrams", 5, 0.0, 0), ("model", 1, 0.0, 0),
+                                             ("model", 5, 1.5, 0), ("model", 5, 1.5, 1)):  # fmt: skip
+        config = AnySubsetConfig(num_drafts=drafts, drafted_by=draft, bonus=True, tolerance=0.0)
         sampling = Sampling(temperature=temperature, top_p=1.0)
         request = prompt.request(sampling=sampling, seed=seed, stop_ids=(), stop=None)
         [wanted] = decode(AnySubset(target=model, config=config), [request])
-        settings = ["--draft", draft, "--num-drafts", drafts, "--temperature", temperature, "--seed", seed]
+        settings = ["--drafted-by", draft, "--num-drafts", drafts, "--temperature", temperature, "--seed", seed]
         monkeypatch.setattr(sys, "argv", ["infill", text, "--task", task, *map(str, settings)])
         main()
         out = capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_labels_and_supervision_against_brute_force(toys: SimpleNamespace, layou
                 supervised += 1
                 assert blocks.label_BNJ[b, n, k] == batch.ids_BL[b, predicts]
                 assert blocks.previous_BNJ[b, n, k] == batch.ids_BL[b, predicts - 1]
-                assert blocks.at_BNJ[b, n, k] == predicts - 1
+                assert blocks.target_index_BNJ[b, n, k] == predicts - 1
     assert 0 < supervised < 3 * 4 * J or J == 1
     assert set(blocks.supervised_BNJ.long().diff(dim=-1).flatten().tolist()) <= {0, -1}  # contiguous
 
@@ -158,7 +158,7 @@ def test_the_aim_is_the_targets_own_law(toys: SimpleNamespace, layout: str) -> N
     for b, n, k in blocks.supervised_BNJ.nonzero().tolist():
         before = batch.ids_BL[b : b + 1, : int(anchors[b, n]) + k + 1]  # all tokens before the label
         own = method.target(before, taps=method.draft.config.target_layer_ids).hidden_BLD[0, -1]
-        torch.testing.assert_close(output.hidden_BLD[b, blocks.at_BNJ[b, n, k]], own, rtol=0, atol=1e-10)
+        torch.testing.assert_close(output.hidden_BLD[b, blocks.target_index_BNJ[b, n, k]], own, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("layout", ["anchor_first", "fill_in"])
@@ -209,7 +209,7 @@ def _naive(method: DFlash, batch: Batch, anchors: Tensor, valid: Tensor) -> tupl
             if not blocks.supervised_BNJ[b, n, k]:
                 continue
             q = logits.softmax(-1)
-            p = method.target.logits(output.hidden_BLD[b, blocks.at_BNJ[b, n, k]]).softmax(-1)
+            p = method.target.logits(output.hidden_BLD[b, blocks.target_index_BNJ[b, n, k]]).softmax(-1)
             l1 = (q - p).abs().sum()
             w = torch.exp(torch.tensor(-k / method.loss_decay)).double()
             loss = -method.ce_weight * q[blocks.label_BNJ[b, n, k]].log() + method.tv_weight * l1

@@ -33,7 +33,7 @@ def test_match_counts_greedy_agreement_slot_by_slot(toys: SimpleNamespace) -> No
         said = target.logits(output.hidden_BLD).argmax(-1)
         expected = [0] * 4
         for b, n, k in blocks.supervised_BNJ.nonzero().tolist():
-            expected[k] += int(drafted[b, n, k] == said[b, blocks.at_BNJ[b, n, k]])
+            expected[k] += int(drafted[b, n, k] == said[b, blocks.target_index_BNJ[b, n, k]])
         match, count = method.loss_at(batch, output, anchors, valid).metrics["match"]
         assert match.tolist() == expected
         agreed, counted = agreed + sum(expected), counted + int(count.sum())

@@ -107,6 +107,15 @@ def test_what_is_read_can_be_written_to_another_cache() -> None:
         PositionCache(2).write(0, 0, part)
 
 
+def test_slots_after_the_buffer_are_read_as_zeros() -> None:
+    """All ranks send and receive as many, also one that has computed nothing there."""
+    cache = PositionCache(1)
+    cache.window([0], 3).update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), 0)
+    part = cache.read(0, 2, 700)
+    assert part.shape == (1, 2, 1, 698, 4)
+    assert part.sum() == 2 * 4
+
+
 def test_buffers_are_copied_a_logarithmic_number_of_times() -> None:
     cache, capacities = PositionCache(1), []
     one = torch.zeros(1, 1, 64, 1)

@@ -42,7 +42,7 @@ def _ar_base(target: LanguageModel) -> Method:
 def _as_arm(tuning: Callable[[], Any]) -> Callable[[LanguageModel], Method]:
     rate = MaskRate(low=[0.1, 0.1], high=[0.9, 0.9], steps=0)
     return lambda target: ASARM(
-        target=target, tuning=tuning(), rate=rate, order="sorted", first_visible=True, lookahead=1,
+        target=target, tuning=tuning(), rate=rate, order="sorted", first_visible=True, draft_depth=1,
         normalisation="per_token", chunk_mb=1,
     )  # fmt: skip
 

@@ -292,7 +292,7 @@ def test_load_target(toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.
 def test_weights_that_are_not_a_language_models_are_refused(tmp_path: Path) -> None:
     """transformers would make up those that are missing, and leave out what it does not know: a drafter's own parts.
     Another name for the same weights does no harm."""
-    how = {"name": "x", "dtype": "float32", "device": "cpu", "mask_token_id": None}
+    how = {"name": "x", "dtype": "float32", "device": "cpu", "mask_token": None}
     with _refused(r"tiny_dspark' are not those of a language model \(confidence_head.proj.bias .* checkpoint="):
         load_language_model(path=str(ASSETS / "tiny_dspark"), **how)
     shutil.copytree(ASSETS / "tiny", tmp_path / "named")

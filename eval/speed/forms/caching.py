@@ -13,7 +13,7 @@ import torch
 
 from data.embedded.corpus import generate
 from data.embedded.target import fresh_xlnet
-from dspec.decoding import any_subset
+from dspec.decoding.any_subset import decoder
 from dspec.decoding.any_subset.decoder import AnySubset, AnySubsetConfig
 from dspec.decoding.any_subset.queries import RowQuery, query_logits
 from dspec.decoding.generation import Request
@@ -35,7 +35,7 @@ class UncachedAnySubset(AnySubset):
         def uncached(model: TargetModel, rows: Sequence[RowQuery], **cache: Any) -> torch.Tensor:
             return query_logits(model, rows)
 
-        with replaced(any_subset, "query_logits", uncached):
+        with replaced(decoder, "query_logits", uncached):
             super()._advance(state, [0] * len(starts))
 
 

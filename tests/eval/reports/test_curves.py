@@ -14,7 +14,7 @@ from dspec.errors import UserError
 from eval.intervals import student, wilson
 from eval.reports.curves import CurveReport, curves, draw, main, points, report, show
 from eval.results import SCHEMA, ResultRow
-from eval.rows import row
+from eval.rows import result_row
 from eval.samples import Sample
 
 CHECK = {"trusted": None, "ar_over_generate": None, "interval_95": None, "batches": 0, "batch_size": 1, "floor": 0.9}
@@ -53,7 +53,7 @@ def rows(run: dict[str, Any] = RUN, *, temperature: float = 0.0, quality: str = 
     return [
         {"method": label, "target": "tiny", "benchmark": "x", "baseline": "diffusion", "reference": "diffusion",
          "lossless": False, "decoder": {"name": name, "temperature": temperature, **settings}}
-        | row(given, run["diffusion"][2], run["diffusion"][2], quality=quality, greedy=True, seed=0)
+        | result_row(given, run["diffusion"][2], run["diffusion"][2], quality=quality, greedy=True, seed=0)
         for name, (label, settings, given) in run.items()
     ]  # fmt: skip
 
