@@ -113,8 +113,8 @@ class PositionCache:
                 layer.move(*indices)
 
     def read(self, row: int, first: int, end: int) -> Tensor:
-        """A copy [layers, 2, H, slots, W] of the keys and values in slots first .. end - 1 of a row; zeros where nothing
-        has been written yet."""
+        """A copy [layers, 2, H, slots, W] of the keys and values in slots first .. end - 1 of a row; zeros where
+        nothing has been written yet."""
         for layer in self.layers:
             if layer.keys is not None:
                 layer.grow(end - layer.keys.shape[2])
