@@ -81,8 +81,6 @@ def _keys(config: str) -> set[str]:
         for entry in value:
             if isinstance(entry, dict):
                 found.add(next(iter(entry)).split()[-1].split("/")[0])
-            elif "/" in entry:  # <group>/<name>, always in: its package is the group
-                found.add(entry.split("/")[0])
             elif entry != "_self_":
                 found |= _keys(entry)
     return found

@@ -130,7 +130,7 @@ def load_diffusion_lm(
     `stop_tokens` end an answer; with `logit_shift` the token at a place is predicted one place before. Raises UserError
     where the folder's own record says otherwise, and where it does not hold what such a model has.
     """
-    place = checked_device(device, dtype=dtype)
+    local = checked_device(device, dtype=dtype)
     path = checkpoint_path(path)
     with one_line_failure(path):
         said, _ = PreTrainedConfig.get_config_dict(path)
@@ -142,7 +142,7 @@ def load_diffusion_lm(
     else:
         model, tokenizer = _read(path, _native_config(said, layout, name=name), layout, dtype=dtype, name=name)
         mask_token_id = choose_mask_token(model, tokenizer, mask_token, name=name)
-        loaded = LanguageModel(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+        loaded = LanguageModel(model.to(local), tokenizer, name=name, mask_token_id=mask_token_id)
     _record(loaded, stop_tokens, logit_shift=logit_shift)
     return loaded
 

@@ -229,11 +229,11 @@ def load_language_model(*, path: str, name: str, dtype: str, device: str, mask_t
 
     Raises UserError if the model or its tokenizer cannot be loaded.
     """
-    place = checked_device(device, dtype=dtype)
+    local = checked_device(device, dtype=dtype)
     model, tokenizer = read_pretrained(path, dtype=dtype, role="target")
     mask_token_id = choose_mask_token(model, tokenizer, mask_token, name=name)
     kind = XLNet if model.config.model_type == XLNET else LanguageModel
-    return kind(model.to(place), tokenizer, name=name, mask_token_id=mask_token_id)
+    return kind(model.to(local), tokenizer, name=name, mask_token_id=mask_token_id)
 
 
 def checkpoint_path(path: str) -> str:

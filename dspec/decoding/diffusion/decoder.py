@@ -2,8 +2,8 @@
 
 Every pass guesses a token for each open slot of the answer; block_state.py says which guesses are kept and which slots
 come next. `diffusion` keeps a fixed number of the most confident ones per pass; with one it is the baseline of the
-others, which are lossy relative to it. `fast_dllm` keeps all that are probable enough (Fast-dLLM), `d2f`
-does so in several blocks at a time (D2F), `lopa` tries further guesses in branches (LoPA, lookahead.py).
+others, which are lossy relative to it. `fast_dllm` keeps all that are probable enough (Fast-dLLM), `d2f` does so in
+several blocks at a time (D2F), `lopa` tries further guesses in branches (LoPA, lookahead.py).
 
 Under block-causal attention the keys and values of filled blocks are final and cached exactly. Under full attention
 every cached key and value is approximate: it was computed before later slots were filled.
