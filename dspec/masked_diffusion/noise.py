@@ -6,12 +6,19 @@ rise over the blocks of a row, as in its decoder, where later blocks are less fi
     p_1 ~ U(low, high),   p_{b+1} = p_b + u (high - p_1) / (N - 1)      (released code, SJTU-DENG-Lab/
                                                                         Discrete-Diffusion-Forcing@771f745)
 
+`blockwise` (ours): the states of decoding block after block. One block b, each equally likely, has the rate t, and
+
+    p_1 ... p_{b-1} = 0,   p_b = t,   p_{b+1} = t + u (high - t),   p_{b+2} ... p_N = 1
+
+Later occurrences of a number are then masked while it is computed, which otherwise is mostly copied from them. Blocks b
+and b + 1 have a loss: what stands in later ones is largely a guess.
+
 t and p_1 follow one low-discrepancy sequence over rows, accumulated batches and ranks.
 
 Departures: N is the row's own number of blocks (released code: the batch's largest), so that a row does not depend on
-its company. At least one slot of a row is masked: if none was, one of them, each equally likely. `probability` takes
-that into account: p + (1 - p_1) ... (1 - p_N) / N in place of p, for weights that are one over it: 1 / t would give a
-row with few slots a huge weight at small t.
+its company. At least one slot that can have a loss is masked: if none of these N was, one of them, each equally likely.
+`probability` takes that into account: p + (1 - p_1) ... (1 - p_N) / N in place of p, for weights that are one over it:
+1 / t would give a row with few slots a huge weight at small t.
 
 Legend: B = rows, L = places of a row, N = slots of a row.
 """
@@ -31,15 +38,16 @@ from dspec.seeding import low_discrepancy
 CONSTANT: Final = "constant"
 MONOTONE: Final = "monotone"
 RANDOM: Final = "random"
-SCHEDULES: Final = (CONSTANT, MONOTONE, RANDOM)
+BLOCKWISE: Final = "blockwise"
+SCHEDULES: Final = (CONSTANT, MONOTONE, RANDOM, BLOCKWISE)
 
 
 class BlockRates:
     """The probability with which the slots of each of a row's blocks are masked."""
 
     def __init__(self, *, schedule: str, low: float, high: float) -> None:
-        """`schedule` constant | monotone | random (each block's rate is uniform in [low, high], whatever the others).
-        Raises UserError for settings out of range."""
+        """`schedule` constant | monotone | random (each block's rate is uniform in [low, high], whatever the others) |
+        blockwise. Raises UserError for settings out of range."""
         if schedule not in SCHEDULES:
             raise UserError(f"method.rates.schedule={schedule} is unknown; choose one of {', '.join(SCHEDULES)}")
         if not 0 < low <= high <= 1:
@@ -47,10 +55,16 @@ class BlockRates:
         self.schedule, self.low, self.high = schedule, low, high
 
     def draw(self, blocks: int, uniform: float, generator: Generator) -> Tensor:
-        """The rates [blocks], float64; `uniform` in [0, 1) places the first one."""
+        """The rates [blocks], float64; `uniform` in [0, 1) places t, or the first one."""
         first = self.low + (self.high - self.low) * uniform
         rate = torch.full((blocks,), first, dtype=torch.float64)
         if self.schedule == CONSTANT or blocks == 1:
+            return rate
+        if self.schedule == BLOCKWISE:
+            current = int(torch.randint(blocks, (), generator=generator))
+            rate[:current], rate[current + 1 :] = 0, 1
+            next_up = torch.rand(1, generator=generator, dtype=torch.float64)
+            rate[current + 1 : current + 2] = first + next_up * (self.high - first)
             return rate
         uniform_b = torch.rand(blocks - 1, generator=generator, dtype=torch.float64)
         if self.schedule == MONOTONE:
@@ -59,21 +73,32 @@ class BlockRates:
             rate[1:] = self.low + (self.high - self.low) * uniform_b
         return rate
 
+    def in_loss(self, rate_b: Tensor) -> Tensor:
+        """Which blocks [blocks] have a loss: all, or the first two that are not clean."""
+        if self.schedule == BLOCKWISE:
+            place = (rate_b > 0).cumsum(0)
+            return (place == 1) | (place == 2)
+        return torch.ones_like(rate_b, dtype=torch.bool)
+
 
 @dataclass(frozen=True)
 class Noise:
-    """What is masked in each row, and how probable that was; False and 1 outside of the answer."""
+    """What is masked in each row, how probable that was (1 outside of the answer), and which slots have a loss if they
+    are masked."""
 
     masked_BL: Tensor  # bool
     probability_BL: Tensor  # the device's widest float
+    in_loss_BL: Tensor  # bool
 
 
-def draw_masked(rate_N: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Which of a row's slots are masked, at least one, and the probability with which each one is."""
+def draw_masked(rate_N: Tensor, in_loss_N: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Which of a row's slots are masked, at least one of those that have a loss, and the probability of each."""
     masked_N = torch.rand(len(rate_N), generator=generator, dtype=torch.float64) < rate_N
-    if not masked_N.any():
-        masked_N[torch.randint(len(rate_N), (), generator=generator)] = True
-    return masked_N, rate_N + (1 - rate_N).prod() / len(rate_N)
+    slots = in_loss_N.nonzero()[:, 0]
+    if not masked_N[slots].any():
+        masked_N[slots[torch.randint(len(slots), (), generator=generator)]] = True
+    forced = (1 - rate_N[slots]).prod() / len(slots)
+    return masked_N, rate_N + forced * in_loss_N
 
 
 def draw_noise(
@@ -81,13 +106,17 @@ def draw_noise(
 ) -> Noise:
     """The noise of a batch, each row by its number and its own generator."""
     masked_BL = torch.zeros(answers.ids_BL.shape, dtype=torch.bool)
+    in_loss_BL = masked_BL.clone()
     probability_BL = torch.ones(answers.ids_BL.shape, dtype=torch.float64)
     slot_BL = answers.slot_BL.cpu()
     for b, (slots, number, generator) in enumerate(zip(answers.slots, row_numbers, generators, strict=True)):
         if slots:
-            blocks = -(-slots // answers.block_size)
-            rate_N = rates.draw(blocks, low_discrepancy(number), generator).repeat_interleave(answers.block_size)
+            rate_b = rates.draw(-(-slots // answers.block_size), low_discrepancy(number), generator)
+            rate_N, in_loss_N = (
+                x.repeat_interleave(answers.block_size)[:slots] for x in (rate_b, rates.in_loss(rate_b))
+            )
             where = slot_BL[b] != OUTSIDE
-            masked_BL[b, where], probability_BL[b, where] = draw_masked(rate_N[:slots], generator)
+            masked_BL[b, where], probability_BL[b, where] = draw_masked(rate_N, in_loss_N, generator)
+            in_loss_BL[b, where] = in_loss_N
     device = answers.ids_BL.device
-    return Noise(masked_BL.to(device), probability_BL.to(widest(device)).to(device))
+    return Noise(masked_BL.to(device), probability_BL.to(widest(device)).to(device), in_loss_BL.to(device))

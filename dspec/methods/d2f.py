@@ -108,7 +108,8 @@ class D2F(Method):
         """The loss with given noise."""
         # 1. the same noisy rows under both masks
         ids_BL = answers.ids_BL.masked_fill(noise.masked_BL, self.mask_token_id)
-        chosen = noise.masked_BL & (answers.ids_BL != self.mask_token_id)  # a MASK in the text is only context
+        # a MASK in the text is only context
+        chosen = noise.masked_BL & noise.in_loss_BL & (answers.ids_BL != self.mask_token_id)
         if not self.eos_blocks:
             chosen = chosen & ~answers.tail_BL
         student, teacher = (predicting_states(h, chosen, shift=self.shift) for h in self.hidden(answers, ids_BL))
@@ -122,8 +123,8 @@ class D2F(Method):
             constants=[weight_BL[chosen], teacher],
             chunk_mb=self.chunk_mb,
         )
-        slots = torch.tensor(sum(answers.slots), device=ids_BL.device)
-        metrics = {"mask_rate": (noise.masked_BL.sum(), slots)} | response_and_tail_means(
+        slots = noise.in_loss_BL.sum()
+        metrics = {"mask_rate": ((noise.masked_BL & noise.in_loss_BL).sum(), slots)} | response_and_tail_means(
             {"kl": stats[:, 0], "match": stats[:, 1]}, answers.tail_BL[chosen]
         )
         return LossOutput(loss_sum, chosen.sum(), metrics)

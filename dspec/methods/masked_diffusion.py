@@ -12,7 +12,7 @@ the softmax, as in decoding. The model's config says how it was trained (models/
 
 The loss is the sum over all slots of the batch, divided by their number, EOS after the responses included
 (masked_diffusion/answers.py): an unbiased mean over slots, since each one is counted with one over the probability of
-being masked.
+being masked. With `rates.schedule=blockwise` it is that of two blocks per row (masked_diffusion/noise.py).
 
 Departures: the rates of rows follow a low-discrepancy sequence; at least one slot of a row is masked, and the weight is
 one over the probability that this gives, not 1 / t (masked_diffusion/noise.py); LLaDA divides each row by its own
@@ -77,15 +77,15 @@ class MaskedDiffusion(Method):
         ids_BL = answers.ids_BL.masked_fill(noise.masked_BL, self.mask_token_id)
         hidden = self.target(ids_BL, mask=masks.full(answers.end_B)).hidden_BLD
         # 2. cross-entropy of the masked slots; a MASK in the text is only context: it has no probability
-        chosen = noise.masked_BL & (answers.ids_BL != self.mask_token_id)
+        chosen = noise.masked_BL & noise.in_loss_BL & (answers.ids_BL != self.mask_token_id)
         loss_sum, stats = chunked_sum(
             token_loss_without(self.mask_token_id),
             terms=head_terms(self.target.lm_head, predicting_states(hidden, chosen, shift=self.shift)),
             constants=[1 / noise.probability_BL[chosen], answers.ids_BL[chosen]],
             chunk_mb=self.chunk_mb,
         )
-        slots = torch.tensor(sum(answers.slots), device=ids_BL.device)
-        metrics = {"mask_rate": (noise.masked_BL.sum(), slots)} | response_and_tail_means(
+        slots = noise.in_loss_BL.sum()
+        metrics = {"mask_rate": ((noise.masked_BL & noise.in_loss_BL).sum(), slots)} | response_and_tail_means(
             {"ce": stats[:, 0], "accuracy": stats[:, 1]}, answers.tail_BL[chosen]
         )
         return LossOutput(loss_sum, slots, metrics)

@@ -44,8 +44,10 @@ def noise(made: Answers, schedule: str, *, seeds: Sequence[int], first: int = 0,
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_first_rate_fills_its_range_evenly_over_any_stretch_of_rows(schedule: str) -> None:
-    """Batches, accumulated batches and ranks are such stretches: of 64 rows, 8 +- 1 in each eighth of the range."""
-    first = (drawn(schedule, 3, 320)[:, 0] - 0.2) / 0.5
+    """Batches, accumulated batches and ranks are such stretches: of 64 rows, 8 +- 1 in each eighth of the range.
+    Blockwise: the rate of the first block that is not clean."""
+    rates = drawn(schedule, 3, 320)
+    first = (rates.gather(1, (rates > 0).int().argmax(1, keepdim=True))[:, 0] - 0.2) / 0.5
     for start in (0, 1, 77, 256):
         counts = torch.histc(first[start : start + 64], 8, 0, 1)
         assert ((counts - 8).abs() <= 1).all()
@@ -79,6 +81,25 @@ def test_random_rates_are_independent() -> None:
     assert (rates <= 0.7).all()
 
 
+def test_blockwise_rates_are_states_of_decoding_block_after_block() -> None:
+    """Clean blocks, one at t, one between t and the highest rate, masked blocks; the middle two have a loss."""
+    rates, made = BlockRates(schedule="blockwise", low=0.2, high=0.7), drawn("blockwise", 4, 12000)
+    current = (made > 0).int().argmax(1)
+    counts = torch.bincount(current, minlength=4)
+    assert ((counts / 12000 - 0.25).abs() < 5 * (0.25 * 0.75 / 12000) ** 0.5).all()
+    shares = []
+    for row, b in zip(made, current.tolist(), strict=True):
+        t = float(row[b])
+        assert (row[:b] == 0).all()
+        assert 0.2 <= t <= 0.7
+        assert (row[b + 2 :] == 1).all()
+        assert rates.in_loss(row).tolist() == [b <= i <= b + 1 for i in range(4)]
+        shares += [(float(row[b + 1]) - t) / (0.7 - t)] if b < 3 else []
+    assert 0 <= min(shares) <= max(shares) <= 1
+    assert abs(sum(shares) / len(shares) - 0.5) < 5 / (12 * len(shares)) ** 0.5
+    assert all(BlockRates(schedule=other, low=0.2, high=1.0).in_loss(made[0]).all() for other in SCHEDULES[:3])
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_block(schedule: str) -> None:
     assert drawn(schedule, 1, 3)[:, 0].tolist() == [0.2 + 0.5 * low_discrepancy(n) for n in range(3)]
@@ -99,7 +120,7 @@ def test_rates_out_of_range(bounds: tuple[float, float]) -> None:
 def test_a_slot_is_masked_with_the_probability_said(rate: list[float]) -> None:
     """At least one slot is, and one over the probability weights all slots equally."""
     g, count, rate_N = generator(), 5000, torch.tensor(rate, dtype=torch.float64)
-    draws = [draw_masked(rate_N, g) for _ in range(count)]
+    draws = [draw_masked(rate_N, torch.ones_like(rate_N, dtype=torch.bool), g) for _ in range(count)]
     table, p = torch.stack([masked for masked, _ in draws]), draws[0][1]
     assert table.any(1).all()
     assert ((table.double().mean(0) - p).abs() <= 5 * (p * (1 - p) / count).clamp(min=0).sqrt()).all()
@@ -108,9 +129,20 @@ def test_a_slot_is_masked_with_the_probability_said(rate: list[float]) -> None:
     torch.testing.assert_close(p, torch.tensor(rate, dtype=torch.float64) + nothing / n)
 
 
+def test_at_least_one_slot_with_a_loss_is_masked() -> None:
+    """Here slots 1 and 2; clean and later blocks stay as their rates say."""
+    g, rate_N = generator(), torch.tensor([0.0, 0.1, 0.3, 1.0], dtype=torch.float64)
+    draws = [draw_masked(rate_N, torch.tensor([False, True, True, False]), g) for _ in range(5000)]
+    table, p = torch.stack([masked for masked, _ in draws]), draws[0][1]
+    assert table[:, 1:3].any(1).all()
+    torch.testing.assert_close(p, rate_N + 0.9 * 0.7 / 2 * torch.tensor([0, 1, 1, 0]))
+    assert ((table.double().mean(0) - p).abs() <= 5 * (p * (1 - p) / 5000).clamp(min=0).sqrt()).all()
+
+
 def test_slots_are_masked_independently() -> None:
-    g = generator()
-    table = torch.stack([draw_masked(torch.full((6,), 0.5, dtype=torch.float64), g)[0] for _ in range(8000)]).double()
+    g, rate_N = generator(), torch.full((6,), 0.5, dtype=torch.float64)
+    every = torch.ones(6, dtype=torch.bool)
+    table = torch.stack([draw_masked(rate_N, every, g)[0] for _ in range(8000)]).double()
     assert ((torch.corrcoef(table.T) - torch.eye(6)).abs() < 0.05).all()
 
 
@@ -120,13 +152,16 @@ def test_only_slots_are_masked_each_block_at_its_rate(schedule: str) -> None:
     made = answers(rows)
     result = noise(made, schedule, seeds=range(len(rows)))
     inside = made.slot_BL >= 0
-    assert not (result.masked_BL & ~inside).any()
+    assert not ((result.masked_BL | result.in_loss_BL) & ~inside).any()
     assert (result.probability_BL[~inside] == 1).all()
     assert (result.masked_BL.any(1)).all()
     for b, slots in enumerate(made.slots):
         g = generator(b)
-        rate = BlockRates(schedule=schedule, low=0.2, high=0.7).draw(-(-slots // 4), low_discrepancy(b), g)
-        masked, probability = draw_masked(rate.repeat_interleave(4)[:slots], g)
+        rates = BlockRates(schedule=schedule, low=0.2, high=0.7)
+        rate = rates.draw(-(-slots // 4), low_discrepancy(b), g)
+        in_loss = rates.in_loss(rate).repeat_interleave(4)[:slots]
+        masked, probability = draw_masked(rate.repeat_interleave(4)[:slots], in_loss, g)
+        assert torch.equal(result.in_loss_BL[b][inside[b]], in_loss)
         assert torch.equal(result.masked_BL[b][inside[b]], masked)
         assert torch.equal(result.probability_BL[b][inside[b]], probability)
 

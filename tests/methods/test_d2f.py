@@ -78,9 +78,11 @@ def layout(trained: D2F, batch: Batch) -> Answers:
 
 
 def some_noise(answers: Answers) -> Noise:
-    """About half of the slots, each with another probability."""
-    uniform = torch.rand(answers.ids_BL.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return Noise((uniform < 0.5) & (answers.slot_BL >= 0), 0.2 + uniform / 2)
+    """About half of the slots, each with another probability; four of five have a loss."""
+    g = torch.Generator().manual_seed(3)
+    uniform, other = torch.rand((2, *answers.ids_BL.shape), generator=g, dtype=torch.float64)
+    slots = answers.slot_BL >= 0
+    return Noise((uniform < 0.5) & slots, 0.2 + uniform / 2, (other < 0.8) & slots)
 
 
 def log_probs(target: LanguageModel, row: Tensor, sees: Tensor, *, shift: bool) -> Tensor:
@@ -120,7 +122,7 @@ def test_loss_and_gradient(toys: SimpleNamespace, kl: str, weight: str, shift: b
         seen = tables(prompt, end)
         log_p, log_q = (log_probs(m, row, s, shift=shift) for m, s in zip((target, teacher), seen, strict=True))
         log_q = log_q.detach()
-        for place in masked.nonzero()[:, 0].tolist():
+        for place in (masked & noise.in_loss_BL[b, :end]).nonzero()[:, 0].tolist():
             if not eos_blocks and place >= prompt + response:
                 continue
             p, q = log_p[place], log_q[place]
@@ -151,7 +153,8 @@ def test_before_training_the_distance_is_that_of_the_masks_alone(toys: SimpleNam
     and no prompt to speak of, nothing differs."""
     trained = untrained(toy(toys, shift=False))
     answers = layout(trained, batch_of([(1, 2)]))
-    everything = Noise(answers.slot_BL >= 0, torch.ones(answers.ids_BL.shape, dtype=torch.float64))
+    slots = answers.slot_BL >= 0
+    everything = Noise(slots, torch.ones(slots.shape, dtype=torch.float64), slots)
     assert float(trained.loss_at(answers, everything).loss_sum.detach()) > 1e-3
     whole = replace(answers, slot_BL=answers.slot_BL + 1, block_size=8)  # one block, the prompt included
     assert float(trained.loss_at(whole, everything).loss_sum.detach()) == pytest.approx(0, abs=1e-12)
@@ -188,7 +191,7 @@ def test_padding_has_no_influence(toys: SimpleNamespace) -> None:
     for b, end in enumerate(answers.end_B.tolist()):
         row = slice(b, b + 1), slice(0, end)
         cut = Answers(answers.ids_BL[row], answers.slot_BL[row], answers.tail_BL[row], answers.end_B[b : b + 1], BLOCK)
-        alone.append(trained.loss_at(cut, Noise(noise.masked_BL[row], noise.probability_BL[row])).loss_sum)
+        alone.append(trained.loss_at(cut, Noise(*(x[row] for x in vars(noise).values()))).loss_sum)
     torch.testing.assert_close(trained.loss_at(answers, noise).loss_sum, sum(alone), **EXACT)
 
 

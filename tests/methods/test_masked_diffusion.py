@@ -58,10 +58,16 @@ def layout(trained: Any, batch: Batch) -> Answers:
 
 
 def some_noise(answers: Answers, *, seed: int = 0) -> Noise:
-    """About half of the slots, each with another probability."""
+    """About half of the slots, each with another probability; four of five have a loss."""
     g = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(answers.ids_BL.shape, generator=g, dtype=torch.float64)
-    return Noise((uniform < 0.5) & (answers.slot_BL >= 0), 0.2 + uniform / 2)
+    uniform, other = torch.rand((2, *answers.ids_BL.shape), generator=g, dtype=torch.float64)
+    slots = answers.slot_BL >= 0
+    return Noise((uniform < 0.5) & slots, 0.2 + uniform / 2, (other < 0.8) & slots)
+
+
+def all_masked(answers: Answers) -> Noise:
+    slots = answers.slot_BL >= 0
+    return Noise(slots, torch.ones(slots.shape, dtype=torch.float64), slots)
 
 
 def log_probs(target: LanguageModel, row: Tensor, sees: Tensor, place: int, *, shift: bool) -> Tensor:
@@ -85,7 +91,7 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, shift: bool, tail
     for b, end in enumerate(answers.end_B.tolist()):
         masked = noise.masked_BL[b, :end]
         row = answers.ids_BL[b, :end].masked_fill(masked, MASK)
-        for place in masked.nonzero()[:, 0].tolist():
+        for place in (masked & noise.in_loss_BL[b, :end]).nonzero()[:, 0].tolist():
             full = torch.ones(end, end, dtype=torch.bool)
             label = int(answers.ids_BL[b, place])
             one = -log_probs(trained.target, row, full, place, shift=shift)[label]
@@ -93,7 +99,9 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, shift: bool, tail
             ce["tail_" if answers.tail_BL[b, place] else ""].append(float(one.detach()))
     expected = torch.stack(terms).sum()
     torch.testing.assert_close(result.loss_sum, expected, **EXACT)
-    assert int(result.weight) == sum(answers.slots) == {None: 17, 0: 24}.get(tail, int(result.weight))
+    assert sum(answers.slots) == {None: 17, 0: 24}.get(tail, sum(answers.slots))
+    assert int(result.weight) == int(noise.in_loss_BL.sum()) < sum(answers.slots)
+    assert len(terms) < int(noise.masked_BL.sum())
     for part, losses in ce.items():
         total, count = result.metrics[f"{part}ce"]
         assert int(count) == len(losses)
@@ -123,8 +131,7 @@ def test_the_loss_is_an_unbiased_mean_over_slots(toys: SimpleNamespace) -> None:
             for n in range(40)
         ]
         answers = layout(trained, batch)
-        everything = Noise(answers.slot_BL >= 0, torch.ones(answers.ids_BL.shape, dtype=torch.float64))
-        exact = trained.loss_at(answers, everything)
+        exact = trained.loss_at(answers, all_masked(answers))
     means = torch.stack([one.loss_sum / one.weight for one in drawn])
     error = means.std() / len(means) ** 0.5
     assert abs(float(means.mean() - exact.loss_sum / exact.weight)) < 4 * error
@@ -173,8 +180,7 @@ def test_a_mask_in_the_text_is_context_alone(toys: SimpleNamespace) -> None:
     trained, batch = method(toy(toys)), batch_of()
     batch.ids_BL[0, 4] = MASK
     answers = layout(trained, batch)
-    everything = Noise(answers.slot_BL >= 0, torch.ones(answers.ids_BL.shape, dtype=torch.float64))
-    result = trained.loss_at(answers, everything)
+    result = trained.loss_at(answers, all_masked(answers))
     assert result.loss_sum.isfinite()
     counted = sum(int(result.metrics[name][1]) for name in ("ce", "tail_ce"))
     assert counted == int(result.weight) - 1 == sum(answers.slots) - 1
@@ -189,7 +195,7 @@ def test_padding_has_no_influence(toys: SimpleNamespace) -> None:
     for b, end in enumerate(answers.end_B.tolist()):
         row = slice(b, b + 1), slice(0, end)
         cut = Answers(answers.ids_BL[row], answers.slot_BL[row], answers.tail_BL[row], answers.end_B[b : b + 1], 4)
-        alone.append(trained.loss_at(cut, Noise(noise.masked_BL[row], noise.probability_BL[row])))
+        alone.append(trained.loss_at(cut, Noise(*(x[row] for x in vars(noise).values()))))
     torch.testing.assert_close(together.loss_sum, sum(x.loss_sum for x in alone), **EXACT)
     assert int(together.weight) == sum(int(x.weight) for x in alone)
 
