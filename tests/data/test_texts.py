@@ -287,5 +287,16 @@ def test_errors(target: LanguageModel, file: Path, tmp_path: Path) -> None:
         module(target, file, row_length=900).setup("fit")
     with pytest.raises(UserError, match="row_length=2000 exceeds the 1024 positions"):
         module(target, file, row_length=2000)
+    with pytest.raises(UserError, match="row_length=1 must be at least 2"):  # nothing would be predicted
+        module(target, file, row_length=1)
+    with pytest.raises(UserError, match="validation=0 must be at least 1"):
+        module(target, file, validation=0)
+    (tmp_path / "d.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no documents"):
+        module(target, tmp_path / "d.jsonl").setup("fit")
+    with pytest.raises(UserError, match=r"held out \(1e-07 % of all\) fill no row"):
+        module(target, file, validation_share=1e-9).setup("fit")
+    with pytest.raises(UserError, match="line 2 is not JSON .*surrogates"):
+        module(target, written(tmp_path / "e.jsonl", ["a", "\ud800 b"])).setup("fit")
     with pytest.raises(UserError, match="validation_share=0"):
         module(target, file, validation_share=0)

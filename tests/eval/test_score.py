@@ -119,6 +119,20 @@ def test_labels_must_name_an_ending(folder: Path) -> None:
         HellaSwag(limit=None, seed=None)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ctx_b": None}, ".ctx_b. must be a string"),
+        ({"endings": "abcd"}, ".endings. must be a list of strings"),
+        ({"endings": ["a"]}, ".endings. must be at least two"),
+    ],
+)
+def test_rows_of_another_kind(folder: Path, change: dict[str, Any], words: str) -> None:
+    write(folder / "hellaswag.jsonl", SWAG, SWAG | change)
+    with pytest.raises(UserError, match=f"line 2: {words}"):
+        HellaSwag(limit=None, seed=None)
+
+
 def test_context_and_answer_share_no_token() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "dspec" / "assets" / "tiny")
     [text] = encode(tokenizer, Question("a", "Tom has 3", (" pens",)))
