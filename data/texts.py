@@ -220,8 +220,8 @@ class TextStream(L.LightningDataModule):
         self._held_out = [row for row in whole if len(row) == self.row_length][: self.validation]
         if not self._held_out:
             raise UserError(
-                f"{self.source.origin}: the documents held out ({100 * self.validation_share:g} % of all) fill no row of "
-                f"{self.row_length} tokens; raise data.validation_share, or lower data.row_length"
+                f"{self.source.origin}: the documents held out ({100 * self.validation_share:g} % of all) fill no row "
+                f"of {self.row_length} tokens; raise data.validation_share, or lower data.row_length"
             )
 
     def state_dict(self) -> dict[str, Any]:

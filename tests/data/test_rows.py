@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from data.rows import Hub, check_texts, gsm8k_rows, load_rows, math500_rows, math_rows, math_training_rows, read_jsonl, same_problem
+from data.rows import (
+    Hub,
+    check_texts,
+    gsm8k_rows,
+    load_rows,
+    math500_rows,
+    math_rows,
+    math_training_rows,
+    read_jsonl,
+    same_problem,
+)
 from dspec.errors import UserError
 
 GOOD = {"question": "1+1?", "answer": "#### 2"}

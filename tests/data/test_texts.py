@@ -296,7 +296,7 @@ def test_errors(target: LanguageModel, file: Path, tmp_path: Path) -> None:
         module(target, tmp_path / "d.jsonl").setup("fit")
     with pytest.raises(UserError, match=r"held out \(1e-07 % of all\) fill no row"):
         module(target, file, validation_share=1e-9).setup("fit")
-    with pytest.raises(UserError, match="line 2 is not JSON .*surrogates"):
+    with pytest.raises(UserError, match=r"line 2 is not JSON .*surrogates"):
         module(target, written(tmp_path / "e.jsonl", ["a", "\ud800 b"])).setup("fit")
     with pytest.raises(UserError, match="validation_share=0"):
         module(target, file, validation_share=0)
