@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy
 from data.loaders import RankInfo
-from data.texts import PackedTexts, Texts, TextStream, for_validation
+from data.texts import PackedTexts, Texts, TextStream, encoded, for_validation
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 
@@ -194,6 +195,15 @@ def test_batches_and_validation(target: LanguageModel, file: Path) -> None:
     trained = {tuple(ids) for ids in expected(target, file, validation_share=0.3)}
     ends = [i for i, token in enumerate(held.flatten().tolist()) if token == END[0]]
     assert tuple(held.flatten()[: ends[0]].tolist()) not in trained
+
+
+def test_a_document_has_no_tokens_but_its_own_and_the_separators(toys: SimpleNamespace) -> None:
+    """XLNet's tokenizer would end each with <sep><cls>."""
+    tokenizer = toys.xlnet_tokenizer()
+    assert tokenizer.convert_ids_to_tokens(encoded(tokenizer, "Tom", [0])) == [
+        "▁Tom",
+        *tokenizer.convert_ids_to_tokens([0]),
+    ]
 
 
 def test_separators_are_named(target: LanguageModel, file: Path) -> None:

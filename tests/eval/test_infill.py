@@ -77,7 +77,8 @@ def test_the_largest_text_that_fits(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Text and passes are those of a decoder with the same settings."""
     model, task = embedded_any_subset(dtype="float32", device="cpu"), "Tom has 3 pens and buys 4. How many has he?"
-    text = "First, Tom has 3 + 4 = 7 pens. [MASK:14] #### 7"
+    # with 11 tokens the bonus token saves a pass
+    text = "First, Tom has 3 + 4 = 7 pens. [MASK:11] #### 7"
     prompt, printed = parse(model.tokenizer, text, task=task, room=1024), set()
     for draft, drafts, temperature, seed in (("model", 5, 0.0, 0), ("bigrams", 5, 0.0, 0), ("model", 1, 0.0, 0),
                                              ("model", 5, 1.5, 0), ("model", 5, 1.5, 1)):  # fmt: skip
@@ -90,7 +91,7 @@ def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         main()
         out = capsys.readouterr().out
         assert out == (
-            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n14 tokens in {wanted.nfe} forward passes\n"
+            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n11 tokens in {wanted.nfe} forward passes\n"
         )
         printed.add(out)
     assert len(printed) == 5  # each setting shows

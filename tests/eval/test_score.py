@@ -83,6 +83,7 @@ def test_the_last_word_is_the_answer(folder: Path) -> None:
         ([-10.0, -9.5, -20.0, -20.0], 1, False, True, -0.5),
         ([-14.0, -13.5, -13.2, -30.0], 2, False, True, -0.8),  # by character: -1.0 each against -1.23, -1.2
         ([-13.0, -14.0, -10.0, -30.0], 2, False, False, -3.0),
+        ([-14.0, -11.05, -20.0, -30.0], 1, False, True, -2.95),  # the space before an ending is no character of it
     ],
 )
 def test_the_likeliest_ending_is_chosen(
@@ -228,9 +229,10 @@ def test_a_killed_run_goes_on(score: Callable[..., SimpleNamespace], capsys: pyt
 def test_too_long_questions_are_counted_and_said(
     folder: Path, score: Callable[..., SimpleNamespace], caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(folder / "lambada.jsonl", {"text": "word " * 2000 + "end"}, {"text": PASSAGES[0]})
-    found = score("target=tiny", "benchmark=lambada")
-    assert (found.rows[0]["n"], found.rows[0]["left_out"]) == (1, 1)
+    write(folder / "lambada.jsonl", {"text": "a" + " b" * 1024}, {"text": PASSAGES[0]})
+    found = score("target=tiny", "decoder=[autoregressive,any_subset]", "benchmark=lambada")
+    # 1,025 tokens: a causal model could score them, an any-subset one could not; both get the same questions
+    assert [(row["n"], row["left_out"]) for row in found.rows] == [(1, 1), (1, 1)]
     assert "(1 left out: they do not fit)" in (found.folder / "table.md").read_text()
 
 
