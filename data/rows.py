@@ -51,7 +51,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, DataRow]]:
     for number, line in enumerate(_lines(path), 1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+            if "\\ud" in line.lower():  # half a surrogate pair: no tokenizer and no file takes it
+                json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
             what = "is empty" if not line.strip() else f"is not JSON ({error})"
             raise UserError(f"{path}, line {number} {what}; fix or delete it") from error
         if not isinstance(row, dict):
@@ -87,6 +89,19 @@ def load_rows(name: str, *, hub: Hub | None, fields: Sequence[str]) -> Rows:
         if missing := [field for field in fields if field not in row]:
             raise UserError(f'{loaded.origin}, line {number}: no "{missing[0]}"; every row of {name} needs it')
     return loaded
+
+
+def check_texts(rows: Rows, *, fields: Sequence[str], lists: Sequence[str] = ()) -> Rows:
+    """The rows themselves. Raises UserError for one whose `fields` are no strings, or whose `lists` are no lists of
+    strings."""
+    for number, row in enumerate(rows.rows, 1):
+        for field in (*fields, *lists):
+            value = row.get(field)
+            texts = value if field in lists and isinstance(value, list) else [value]
+            if (field in lists and texts is not value) or not all(isinstance(text, str) for text in texts):
+                wanted = "a list of strings" if field in lists else "a string"
+                raise UserError(f'{rows.origin}, line {number}: "{field}" must be {wanted}; fix or delete it')
+    return rows
 
 
 def _from_hub(name: str, hub: Hub) -> Rows:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.rows import Rows, load_rows
+from data.rows import Rows, check_texts, load_rows
 from dspec.errors import UserError
 
 SENTENCES = 5
@@ -24,14 +24,14 @@ def roc_stories() -> Rows:
     if table is not None and table.is_file():
         rows = _csv(table)
     else:
-        rows = load_rows("rocstories", hub=None, fields=_FIELDS)
-    return _pieces(rows, [[str(row[field]).strip() for field in _FIELDS] for row in rows.rows])
+        rows = check_texts(load_rows("rocstories", hub=None, fields=_FIELDS), fields=_FIELDS)
+    return _pieces(rows, [[row[field].strip() for field in _FIELDS] for row in rows.rows])
 
 
 def fables() -> Rows:
     """Rows with `sentences`: each fable's sentences five at a time, the rest left out (Townsend's Aesop, public
     domain)."""
-    rows = load_rows("aesop_fables", hub=None, fields=("sentences",))
+    rows = check_texts(load_rows("aesop_fables", hub=None, fields=("sentences",)), fields=(), lists=("sentences",))
     pieces = [
         row["sentences"][start : start + SENTENCES]
         for row in rows.rows

@@ -181,13 +181,18 @@ class TextStream(L.LightningDataModule):
         shuffled within `window`. Of the documents a `validation_share` is held out; the first `validation` rows of them
         are used. `policy` is for evaluation.
 
-        Raises UserError for a separator that is no token, or a row longer than the target's context.
+        Raises UserError for a separator that is no token, a row of one token or longer than the target's context, and
+        where nothing would be held out.
         """
         super().__init__()
+        if row_length < 2:
+            raise UserError(f"data.row_length={row_length} must be at least 2: one token visible, one to predict")
         if row_length > target.max_positions:
             raise UserError(f"data.row_length={row_length} exceeds the {target.max_positions} positions of the target")
         if not 0 < validation_share < 1:
             raise UserError(f"data.validation_share={validation_share} must lie between 0 and 1")
+        if validation < 1:
+            raise UserError(f"data.validation={validation} must be at least 1: rows of the documents held out")
         self.target, self.source, self.policy = target, source, policy
         self.separators = _separators(target, separators)
         self.row_length, self.batch_size, self.window = row_length, batch_size, window
@@ -202,18 +207,21 @@ class TextStream(L.LightningDataModule):
         """Raises UserError if too few documents are held out."""
         if self._held_out:
             return
-        tokens: list[int] = []
+        tokens, empty = list[int](), True
         for row in self.source.stream():
+            empty = False
             if len(tokens) >= self.validation * self.row_length:
                 break
             if for_validation(text := self.source.text(row), self.validation_share) and text.strip():
                 tokens += encoded(self.target.tokenizer, text, self.separators)
+        if empty:
+            raise UserError(f"{self.source.origin} has no documents: fill it, or name another")
         whole = [tokens[i : i + self.row_length] for i in range(0, len(tokens), self.row_length)]
         self._held_out = [row for row in whole if len(row) == self.row_length][: self.validation]
         if not self._held_out:
             raise UserError(
-                f"{self.source.origin}: the documents held out ({self.validation_share:.2%} of all) fill no row of "
-                f"{self.row_length} tokens; raise data.validation_share, or lower data.row_length"
+                f"{self.source.origin}: the documents held out ({100 * self.validation_share:g} % of all) fill no row "
+                f"of {self.row_length} tokens; raise data.validation_share, or lower data.row_length"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -169,7 +169,8 @@ def _load_answers(folder: Path, field: str) -> ByAnswer[Any]:
     path, answers = folder / "samples.jsonl", ByAnswer[Any]()
     if not path.is_file():
         raise UserError(f"{path} is missing: quality is compared prompt by prompt")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
+    # of bytes: a text's lines also end at characters that an answer may have, such as U+2028
+    for number, line in enumerate(path.read_bytes().splitlines()[1:], 2):
         try:
             sample = {"scores": {}, **json.loads(line)}
             answered = answers.setdefault((sample["decoder"], sample["benchmark"], sample["temperature"]), {})

@@ -175,11 +175,10 @@ def check_unique(samples: Sequence[Sample], path: Path) -> None:
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a finished evaluation. Raises UserError for a malformed or duplicate row."""
     samples = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                samples += [Sample.from_row(json.loads(line))] if number > 1 else []
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
+    for number, line in enumerate(path.read_bytes().splitlines()[1:], 2):
+        try:
+            samples.append(Sample.from_row(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}, line {number} is malformed ({error!r}); evaluate again") from error
     check_unique(samples, path)
     return samples

@@ -59,6 +59,13 @@ def test_what_the_sweeps_vary() -> None:
         "prefix_128": (512, 128), "prefix_26": (512, 26),
     }  # fmt: skip
     assert all(b.left_to_right for b in rows.values())
+    assert "limit=471" in PAGES["assd_left_to_right"].read_text()  # limit=null would be the page's own number
+
+
+def test_other_benchmarks_replace_those_of_the_page() -> None:
+    """With the page's numbers for them: those alone would be no benchmark."""
+    cfg = composed("eval", ["target=tiny", "recipe=sweeps/samplers", "benchmark=wikitext_infilling", "limit=640"])
+    assert {key: b.limit for key, b in cfg.benchmark.items()} == {"wikitext_95": 640}
 
 
 LOPA_TABLE_5 = {  # block size, tau_add, tau_act, tau_conf, branches

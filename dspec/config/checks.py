@@ -107,6 +107,9 @@ def _check_nulls(values: Any, *, train: bool) -> None:
         raise UserError(f"{gone[0]}=null: a run needs it; leave it out to keep the default")
     if gone := [key for key in ("target", "decoder", "benchmark", *_PARTS) if train and key not in values]:
         raise UserError(f"the config has no {gone[0]}: a run needs it; leave out what took it away (~{gone[0]}, or [])")
+    for name, node in (values.get("benchmark") or {}).items():
+        if not isinstance(node, Mapping) or "_target_" not in node:
+            raise UserError(f"benchmark.{name} is no benchmark of this run: choose it too, or leave its keys out")
     if gone := [name for name, node in (values.get("decoder") or {}).items() if node is None]:
         raise UserError(f"decoder.{gone[0]}=null: use decoder=[...] with the names of those to run")
 

@@ -51,6 +51,8 @@ def store_recipes(folder: Path) -> None:
         group = "/".join(("recipe", *path.relative_to(folder).parts[:-1]))
         if group == "recipe":  # a page for conf/train.yaml
             page = _split(store, name, page)
+        else:
+            page = _numbers_of_benchmarks(store, name, page)
         store.store(group=group, name=name, node=page, package="_global_")
 
 
@@ -69,6 +71,16 @@ def _split(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any
         store.store(group="page_scale", name=f"{name}_pretrained", node=pretrained, package="_global_")
     store.store(group="page", name=name, node=page, package="_global_")
     return {"defaults": [*({group: choice} for group, choice in chosen.items()), {"override /page": name}]}
+
+
+def _numbers_of_benchmarks(store: ConfigStore, name: str, page: dict[str, Any]) -> dict[str, Any]:
+    """The page with its numbers for its own choice of benchmarks on top of that choice: another choice replaces
+    both."""
+    key = "override /benchmark"
+    for entry in page.get("defaults", []):
+        if isinstance(entry, dict) and isinstance(entry.get(key), str) and "benchmark" in page:
+            entry[key] = _store_page_numbers(store, "benchmark", name, entry[key], page.pop("benchmark"))
+    return page
 
 
 def _store_page_numbers(store: ConfigStore, package: str, page: str, choice: str, numbers: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ the gap (156 of the 1,033 lines): its pass@1 cannot be compared with this one.
 
 from typing import Any, Unpack
 
-from data.rows import DataRow, Hub, load_rows
+from data.rows import DataRow, Hub, check_texts, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import Extent, FileBenchmark, Item, check_switch
 from eval.benchmarks.code import cut
@@ -46,7 +46,8 @@ class HumanEvalInfilling(FileBenchmark):
         self.stop: tuple[str, ...] = ("\n",) if left_to_right else ()
         seen = "before the gap" if left_to_right else "on both sides of the gap"
         hub = Hub("loubnabnl/humaneval_infilling", [_HUB[split]], "test")
-        data = load_rows(f"humaneval_infilling_{split}", hub=hub, fields=(*FIELDS, "suffix"))
+        fields = (*FIELDS, "suffix")
+        data = check_texts(load_rows(f"humaneval_infilling_{split}", hub=hub, fields=fields), fields=fields)
         super().__init__(data, key=task_id, describes=f"the raw text {seen}", **extent)
 
     def prompt(self, row: DataRow) -> str:

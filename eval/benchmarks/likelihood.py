@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.rows import DataRow, Hub, Rows, load_rows
+from data.rows import DataRow, Hub, Rows, check_texts, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import FileBenchmark, Item
 
@@ -95,9 +95,12 @@ class Lambada(LikelihoodBenchmark):
 class HellaSwag(LikelihoodBenchmark):
     def __init__(self, *, limit: int | None, seed: int | None) -> None:
         hub = Hub("Rowan/hellaswag", ["default"], "validation")
-        fields = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
-        data = load_rows("hellaswag", hub=hub, fields=fields)
+        texts = ("activity_label", "ctx_a", "ctx_b")
+        data = load_rows("hellaswag", hub=hub, fields=(*texts, "endings", "label"))
+        check_texts(data, fields=texts, lists=("endings",))
         for number, row in enumerate(data.rows, 1):
+            if len(row["endings"]) < 2:
+                raise UserError(f'{data.origin}, line {number}: "endings" must be at least two, one of them right')
             if str(row["label"]) not in map(str, range(len(row["endings"]))):
                 raise UserError(
                     f'{data.origin}, line {number}: "label" {row["label"]!r} is not the number of an ending'

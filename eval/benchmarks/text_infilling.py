@@ -7,7 +7,7 @@ WikiText (arXiv 2504.20456, tables 1, 5, 6 and 8).
 import re
 from typing import Any
 
-from data.rows import Hub, Rows, load_rows
+from data.rows import Hub, Rows, check_texts, load_rows
 from dspec.errors import UserError
 from eval.benchmarks.base import FileBenchmark, Item, check_switch, check_whole
 from eval.benchmarks.embedded import Embedded
@@ -42,8 +42,9 @@ class WikiText(FileBenchmark):
         self._length, self._hidden, self._judge_model = length, check_share(hidden), judge_model
         self._left_to_right = left_to_right
         hub = Hub("Salesforce/wikitext", ["wikitext-2-v1"], "test")
+        data = check_texts(load_rows("wikitext2_test", hub=hub, fields=("text",)), fields=("text",))
         super().__init__(
-            _in_pieces(load_rows("wikitext2_test", hub=hub, fields=("text",)), words=length),
+            _in_pieces(data, words=length),
             key=lambda i, _: f"wikitext2/test/{i:04d}",
             describes=f"rows of {length} tokens with {hidden:g} of them hidden" + (", the last" * left_to_right),
             limit=limit,
@@ -97,7 +98,7 @@ class FilledStories(Embedded):
 
 def _in_pieces(rows: Rows, *, words: int) -> Rows:
     """The whole text in pieces of so many words, with its white space; the rest is left out."""
-    text = "".join(line if (line := str(row["text"])).endswith("\n") else f"{line}\n" for row in rows.rows)
+    text = "".join(line if (line := row["text"]).endswith("\n") else f"{line}\n" for row in rows.rows)
     starts = [word.start() for word in re.finditer(r"\S+", text)]
     ends = [*starts[words::words], len(text)][: len(starts) // words]
     if not ends:

@@ -184,7 +184,13 @@ def report(folder: Path) -> str:
     results, path = load(folder), folder / "samples.jsonl"
     if not path.is_file():
         raise UserError(f"{path} is missing: decoders are compared prompt by prompt")
-    entries = compare(results["rows"], read_samples(path))
+    samples = read_samples(path)
+    answered = {(s.benchmark, s.temperature, s.decoder) for s in samples}
+    for row in results["rows"]:
+        for name in (row["decoder"]["name"], row["baseline"]):
+            if (row["benchmark"], row["decoder"]["temperature"], name) not in answered:
+                raise UserError(f"{path} has no answers of {name} to {row['benchmark']}: evaluate again")
+    entries = compare(results["rows"], samples)
     write_json(folder / "samplers.json", {"run": results["run"], "samplers": entries})
     return show(entries)
 

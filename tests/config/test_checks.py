@@ -1,4 +1,4 @@
-"""Checks of a composed config before torch is imported: ranges of the decoders of diffusion LMs."""
+"""Checks of a composed config before torch is imported: parts, and ranges of the decoders of diffusion LMs."""
 
 import pytest
 
@@ -25,6 +25,7 @@ COMMON = ["target=tiny", "decoder=[diffusion,fast_dllm,d2f,lopa]", "benchmark=ti
             ["benchmark.functions.max_new_tokens=31"],
             r"block_size=32 is larger than benchmark\.functions\.max_new_tokens=31: lower it, or set it to null",
         ),
+        (["+benchmark.stories_40.count=9"], r"benchmark\.stories_40 is no benchmark of this run: choose it too"),
         (["decoder.diffusion.block_size=300"], r"decoder\.diffusion\.block_size=300 is larger than benchmark\."),
     ],
 )

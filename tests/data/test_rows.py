@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from data.rows import Hub, gsm8k_rows, load_rows, math500_rows, math_rows, math_training_rows, read_jsonl, same_problem
+from data.rows import (
+    Hub,
+    check_texts,
+    gsm8k_rows,
+    load_rows,
+    math500_rows,
+    math_rows,
+    math_training_rows,
+    read_jsonl,
+    same_problem,
+)
 from dspec.errors import UserError
 
 GOOD = {"question": "1+1?", "answer": "#### 2"}
@@ -41,6 +51,8 @@ def test_rows_come_with_path_and_checksum(folder: Path) -> None:
         ([GOOD, "{"], "line 2 is not JSON"),
         ([GOOD, "", GOOD], "line 2 is empty"),
         (["[1]"], "line 1 is not a JSON object"),
+        ([GOOD, "[" * 100_000], "line 2 is not JSON .*recursion"),
+        ([GOOD | {"answer": "\ud800"}], "line 1 is not JSON .*surrogates"),  # half of a pair, as JSON can name one
         ([], "no rows"),
     ],
 )
@@ -50,6 +62,21 @@ def test_bad_rows_name_file_and_line(folder: Path, lines: list[object], message:
         gsm8k_rows("test")
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_texts_are_strings(folder: Path) -> None:
+    path = write(folder / "own.jsonl", {"a": "x \U0001f600", "b": ["y", ""]})  # its escape is a whole pair
+    good = load_rows("own", hub=None, fields=("a", "b"))
+    assert check_texts(good, fields=("a",), lists=("b",)) is good
+    for bad, message in (
+        ({"a": None, "b": []}, "line 2: .a. must be a string"),
+        ({"a": ["x"], "b": []}, "line 2: .a. must be a string"),
+        ({"a": "", "b": "y"}, "line 2: .b. must be a list of strings"),
+        ({"a": "", "b": ["y", 1]}, "line 2: .b. must be a list of strings"),
+    ):
+        write(path, {"a": "", "b": []}, bad)
+        with pytest.raises(UserError, match=message):
+            check_texts(load_rows("own", hub=None, fields=("a", "b")), fields=("a",), lists=("b",))
 
 
 def test_missing_and_broken_files_are_named(folder: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.chat import PromptPolicy
 from data.loaders import RankInfo
-from data.texts import PackedTexts, Texts, TextStream, for_validation
+from data.texts import PackedTexts, Texts, TextStream, encoded, for_validation
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel, embedded_target
 
@@ -196,6 +197,15 @@ def test_batches_and_validation(target: LanguageModel, file: Path) -> None:
     assert tuple(held.flatten()[: ends[0]].tolist()) not in trained
 
 
+def test_a_document_has_no_tokens_but_its_own_and_the_separators(toys: SimpleNamespace) -> None:
+    """XLNet's tokenizer would end each with <sep><cls>."""
+    tokenizer = toys.xlnet_tokenizer()
+    assert tokenizer.convert_ids_to_tokens(encoded(tokenizer, "Tom", [0])) == [
+        "▁Tom",
+        *tokenizer.convert_ids_to_tokens([0]),
+    ]
+
+
 def test_separators_are_named(target: LanguageModel, file: Path) -> None:
     assert module(target, file).separators == [target.tokenizer.eos_token_id]
     named = module(target, file, separators=["<|mask|>", target.tokenizer.eos_token])
@@ -287,5 +297,16 @@ def test_errors(target: LanguageModel, file: Path, tmp_path: Path) -> None:
         module(target, file, row_length=900).setup("fit")
     with pytest.raises(UserError, match="row_length=2000 exceeds the 1024 positions"):
         module(target, file, row_length=2000)
+    with pytest.raises(UserError, match="row_length=1 must be at least 2"):  # nothing would be predicted
+        module(target, file, row_length=1)
+    with pytest.raises(UserError, match="validation=0 must be at least 1"):
+        module(target, file, validation=0)
+    (tmp_path / "d.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no documents"):
+        module(target, tmp_path / "d.jsonl").setup("fit")
+    with pytest.raises(UserError, match=r"held out \(1e-07 % of all\) fill no row"):
+        module(target, file, validation_share=1e-9).setup("fit")
+    with pytest.raises(UserError, match=r"line 2 is not JSON .*surrogates"):
+        module(target, written(tmp_path / "e.jsonl", ["a", "\ud800 b"])).setup("fit")
     with pytest.raises(UserError, match="validation_share=0"):
         module(target, file, validation_share=0)

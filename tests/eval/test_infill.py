@@ -25,32 +25,61 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def test_holes_stand_where_they_are_marked(tokenizer: PreTrainedTokenizerBase) -> None:
-    prompt = parse(tokenizer, "Tom has [MASK:2] pens[MASK].", task=None)
+    prompt = parse(tokenizer, "Tom has [MASK:2] pens[MASK].", task=None, room=40)
     assert prompt.max_new_tokens == 3
     assert prompt.positions is not None
     assert sorted(prompt.positions) == list(range(len(prompt.positions)))
     filled = prompt.response([-1, -2, -3])
     head, middle, end = (tokenizer(part)["input_ids"] for part in ("Tom has ", " pens", "."))
     assert filled == [*head, -1, -2, *middle, -3, *end]
-    turn = parse(tokenizer, "[MASK:4]", task="How many?")
+    turn = parse(tokenizer, "[MASK:4]", task="How many?", room=40)
     assert turn.response([1, 2, 3, 4]) == [1, 2, 3, 4]
     assert turn.start == len(turn.ids)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("no hole", "has no hole"), ("[MASK:3]", "no visible token"), ("a [MASK:0] b", "hole of no tokens")],
+    [
+        ("no hole", "has no hole"),
+        ("[MASK:3]", "no visible token"),
+        ("a [MASK:0] b", "hole of no tokens"),
+        ("a [MASK:000] b", "hole of no tokens"),
+        ("a [MASK: 3] b [MASK:1]", r"'\[MASK: 3\]' is no hole"),
+        ("a [MASK:-3] b [MASK:1]", r"'\[MASK:-3\]' is no hole"),
+        ("a [MASK:\u0663] b [MASK:1]", "is no hole"),
+        ("a [MASK:1] b [MASK", r"'\[MASK' is no hole"),
+        ("a <|mask|> [MASK:1]", r"shows the mask token <\|mask\|>"),
+        ("a [MASK:39] b", r"more tokens than fit \(40\)"),
+        ("a [MASK:1]" + " b" * 39, r"more tokens than fit \(40\)"),
+        ("a [MASK:99999999999] b", "more tokens than fit"),
+        ("a [MASK:" + "9" * 5000 + "] b", "more tokens than fit"),
+        ("a \udcff [MASK:1]", r"not UTF-8 \(character 2\)"),  # a byte of the command line
+    ],
 )
 def test_what_cannot_be_filled(tokenizer: PreTrainedTokenizerBase, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        parse(tokenizer, text, task=None)
+        parse(tokenizer, text, task=None, room=40)
+
+
+def test_the_largest_text_that_fits(tokenizer: PreTrainedTokenizerBase) -> None:
+    """One token less in the hole than the first text that does not; without an end of the context there is a limit."""
+    visible = len(tokenizer("a ")["input_ids"]) + len(tokenizer(" b")["input_ids"])
+    prompt = parse(tokenizer, f"a [MASK:{40 - visible}] b", task=None, room=40)
+    assert prompt.max_new_tokens == 40 - visible
+    with pytest.raises(UserError, match="more tokens than fit"):
+        parse(tokenizer, f"a [MASK:{41 - visible}] b", task=None, room=40)
+    with pytest.raises(UserError, match="more tokens than fit"):
+        parse(tokenizer, "a [MASK:99999999999] b", task=None, room=sys.maxsize)
+    with pytest.raises(UserError, match="not UTF-8"):
+        parse(tokenizer, "a [MASK:1]", task="\udcff", room=40)
 
 
 def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Text and passes are those of a decoder with the same settings."""
     model, task = embedded_any_subset(dtype="float32", device="cpu"), "Tom has 3 pens and buys 4. How many has he?"
-    text = "First, Tom has 3 + 4 = 7 pens. [MASK:14] #### 7"
-    prompt, printed = parse(model.tokenizer, text, task=task), set()
+    # with 11 tokens the bonus token saves a pass
+    text = "First, Tom has 3 + 4 = 7 pens. [MASK:11] #### 7"
+    prompt, printed = parse(model.tokenizer, text, task=task, room=1024), set()
     for draft, drafts, temperature, seed in (("model", 5, 0.0, 0), ("bigrams", 5, 0.0, 0), ("model", 1, 0.0, 0),
                                              ("model", 5, 1.5, 0), ("model", 5, 1.5, 1)):  # fmt: skip
         config = AnySubsetConfig(num_drafts=drafts, drafted_by=draft, bonus=True, tolerance=0.0)
@@ -62,7 +91,7 @@ def test_settings_reach_the_decoder(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         main()
         out = capsys.readouterr().out
         assert out == (
-            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n14 tokens in {wanted.nfe} forward passes\n"
+            f"{model.tokenizer.decode(prompt.response(wanted.tokens))}\n11 tokens in {wanted.nfe} forward passes\n"
         )
         printed.add(out)
     assert len(printed) == 5  # each setting shows
@@ -104,6 +133,16 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         main()
     assert error.value.code == 2
     assert "num_drafts" in capsys.readouterr().err
+    for seed in (-(2**63) - 1, 2**64):
+        monkeypatch.setattr(sys, "argv", ["infill", "Tom has [MASK:4] pens.", "--seed", str(seed)])
+        with pytest.raises(SystemExit) as error:
+            main()
+        assert error.value.code == 2
+        assert f"--seed {seed} must lie" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["infill", "Tom has [MASK:1024] pens."])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert "more tokens than fit (1024)" in capsys.readouterr().err  # the model's context
 
 
 def test_the_model_that_ships(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,6 +89,9 @@ def test_a_text_after_a_task_is_judged_as_far_as_both_fit(base: LanguageModel, j
     ids = base.tokenizer(TEXT * 200, add_special_tokens=False)["input_ids"][: 1024 - len(context)]
     assert judge(TEXT * 200, task=task)["nll"] == pytest.approx(by_hand(base, context, ids), abs=1e-4)
     assert judge(TEXT, task=TEXT * 200) == {}  # no room for any of the text
+    whole = (len(prompt_ids(base.tokenizer, TEXT * n, PromptPolicy(system=None, thinking=False))) for n in range(99))
+    just_over = next(n for n, length in enumerate(whole) if length > 1024)
+    assert judge(TEXT, task=TEXT * just_over) == {}
 
 
 def test_a_perplexity_that_no_float_holds_is_the_largest_power(base: LanguageModel, tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_the_last_word_is_the_answer(folder: Path) -> None:
         ([-10.0, -9.5, -20.0, -20.0], 1, False, True, -0.5),
         ([-14.0, -13.5, -13.2, -30.0], 2, False, True, -0.8),  # by character: -1.0 each against -1.23, -1.2
         ([-13.0, -14.0, -10.0, -30.0], 2, False, False, -3.0),
+        ([-14.0, -11.05, -20.0, -30.0], 1, False, True, -2.95),  # the space before an ending is no character of it
     ],
 )
 def test_the_likeliest_ending_is_chosen(
@@ -116,6 +117,20 @@ def test_texts_are_put_together_as_in_lm_eval(folder: Path) -> None:
 def test_labels_must_name_an_ending(folder: Path) -> None:
     write(folder / "hellaswag.jsonl", SWAG, SWAG | {"label": "4"})
     with pytest.raises(UserError, match=r"line 2: .label. '4' is not the number of an ending"):
+        HellaSwag(limit=None, seed=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ctx_b": None}, ".ctx_b. must be a string"),
+        ({"endings": "abcd"}, ".endings. must be a list of strings"),
+        ({"endings": ["a"]}, ".endings. must be at least two"),
+    ],
+)
+def test_rows_of_another_kind(folder: Path, change: dict[str, Any], words: str) -> None:
+    write(folder / "hellaswag.jsonl", SWAG, SWAG | change)
+    with pytest.raises(UserError, match=f"line 2: {words}"):
         HellaSwag(limit=None, seed=None)
 
 
@@ -214,9 +229,10 @@ def test_a_killed_run_goes_on(score: Callable[..., SimpleNamespace], capsys: pyt
 def test_too_long_questions_are_counted_and_said(
     folder: Path, score: Callable[..., SimpleNamespace], caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(folder / "lambada.jsonl", {"text": "word " * 2000 + "end"}, {"text": PASSAGES[0]})
-    found = score("target=tiny", "benchmark=lambada")
-    assert (found.rows[0]["n"], found.rows[0]["left_out"]) == (1, 1)
+    write(folder / "lambada.jsonl", {"text": "a" + " b" * 1024}, {"text": PASSAGES[0]})
+    found = score("target=tiny", "decoder=[autoregressive,any_subset]", "benchmark=lambada")
+    # 1,025 tokens: a causal model could score them, an any-subset one could not; both get the same questions
+    assert [(row["n"], row["left_out"]) for row in found.rows] == [(1, 1), (1, 1)]
     assert "(1 left out: they do not fit)" in (found.folder / "table.md").read_text()
 
 

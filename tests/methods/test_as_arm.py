@@ -184,6 +184,24 @@ def test_nothing_to_predict(toys: SimpleNamespace, normalisation: str) -> None:
     assert all(p.grad is None or (p.grad == 0).all() for p in trained.parameters())
 
 
+def test_accuracy_and_mask_rate(toys: SimpleNamespace) -> None:
+    """Of the predicted tokens those that are the most probable one, MASK aside; predicted ones of all tokens."""
+    lengths = [60, 25, 40]
+    rows, drawn, trained = texts(lengths, seed=1), orders(lengths), method(toys.target())
+    with torch.no_grad():
+        trained.target.lm_head.weight[MASK] = 1e4
+    right = 0
+    for row, order in zip(rows, drawn, strict=True):
+        logits_PV = trained.target.logits(states(trained, row, order))
+        wanted = torch.tensor(row)[order.position_N[order.prompt :]]
+        right += int((logits_PV[:, :MASK].argmax(-1) == wanted).sum())
+    predicted = sum(len(order.limit_P) for order in drawn)
+    assert 0 < right < predicted
+    metrics = trained.loss_at(batch_of(rows), drawn).metrics
+    shown = {name: (float(total), int(count)) for name, (total, count) in metrics.items() if name != "ce"}
+    assert shown == {"accuracy": (right, predicted), "mask_rate": (predicted, sum(lengths))}
+
+
 # ---- what a conditional depends on
 
 

@@ -55,7 +55,7 @@ def plainly(toys: SimpleNamespace, target: Any, request: Request, orders: int) -
 def test_it_does_what_is_printed(toys: SimpleNamespace, orders: int) -> None:
     """Alone and in a batch, cached; some rows are greedy."""
     target = toys.target(vocab=7, layers=2, seed=5)
-    asked = toys.infilling(random.Random(1), 10, vocab=7, longest=7, samplings=[WARM, GREEDY])
+    asked = toys.infilling(random.Random(1), 24, vocab=7, longest=9, samplings=[WARM, WARM, GREEDY])
     decoder = SigmaGPT(target=target, num_orders=orders)
     together = decode(decoder, asked)
     for request, made in zip(asked, together, strict=True):

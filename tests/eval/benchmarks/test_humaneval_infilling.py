@@ -293,6 +293,9 @@ def test_rows_without_a_suffix_field_are_told(folder: Path, write: Write, judge:
     write(folder / "humaneval_infilling_single_line.jsonl", {k: v for k, v in ROW.items() if k != "suffix"})
     with pytest.raises(UserError, match='line 1: no "suffix"'):
         HumanEvalInfilling(judge=judge, split="single_line", left_to_right=False, **EXTENT)
+    write(folder / "humaneval_infilling_single_line.jsonl", ROW, LAST | {"canonical_solution": None})
+    with pytest.raises(UserError, match='line 2: "canonical_solution" must be a string'):
+        HumanEvalInfilling(judge=judge, split="single_line", left_to_right=False, **EXTENT)
 
 
 def test_the_config_says_where_its_data_is(monkeypatch: pytest.MonkeyPatch) -> None:

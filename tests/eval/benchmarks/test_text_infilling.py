@@ -173,6 +173,23 @@ def test_stories_from_each_kind_of_file(folder: Path, write: Callable[..., None]
         roc_stories()
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "build", "field"),
+    [
+        ("wikitext2_test", {"text": None}, lambda: wikitext(length=2), "text"),
+        ("rocstories", {f"sentence{i}": None for i in range(1, 6)}, roc_stories, "sentence1"),
+        ("aesop_fables", {"sentences": "One story. In one string."}, fables, "sentences"),
+        ("aesop_fables", {"sentences": [1, 2, 3, 4, 5]}, fables, "sentences"),
+    ],
+)
+def test_rows_of_another_kind(
+    folder: Path, write: Callable[..., None], name: str, row: dict[str, Any], build: Callable[[], Any], field: str
+) -> None:
+    write(folder / f"{name}.jsonl", row)
+    with pytest.raises(UserError, match=f'{name}.*line 1: "{field}" must be a'):
+        build()
+
+
 def test_fables_are_cut_into_five_sentences(folder: Path, write: Callable[..., None]) -> None:
     sentences = [f"Sentence {i}." for i in range(12)]
     write(folder / "aesop_fables.jsonl", {"sentences": sentences}, {"sentences": sentences[:4]})

@@ -151,6 +151,19 @@ def test_two_answers_of_a_decoder_to_a_prompt_are_refused(tmp_path: Path) -> Non
         compare([folder])
 
 
+def test_answers_may_hold_any_character(tmp_path: Path) -> None:
+    """Also those at which Python ends a line of text; bytes that are no UTF-8 are named by line."""
+    folder = made(tmp_path / "a", "a", 0, [(2.0, 30)])
+    path, before = folder / "samples.jsonl", compare([folder])
+    first, *rows = path.read_text().splitlines()
+    odd = [json.dumps(json.loads(row) | {"text": "a\u2028b\x85c\x1c"}, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join([first, *odd, ""]), encoding="utf-8")
+    assert compare([folder]) == before
+    path.write_bytes(path.read_bytes() + b'{"decoder": "\xff"}\n')
+    with pytest.raises(UserError, match=f"line {len(rows) + 2} is malformed"):
+        compare([folder])
+
+
 def test_speedups_over_a_slow_ar_loop_are_marked(tmp_path: Path) -> None:
     folders = [made(tmp_path / "a", "a", 0, [(2.0, 10)]), made(tmp_path / "b", "b", 0, [(3.0, 10)], trusted=None)]
     text = compare(folders)

@@ -178,6 +178,13 @@ def test_the_report_reads_a_runs_folder(tmp_path: Path) -> None:
     assert "ppl" in report(tmp_path)
     written = json.loads((tmp_path / "samplers.json").read_text())["samplers"]
     assert [e["measures"]["nfe"]["mean"] for e in written] == [5, 4]
+    kept = [line for line in lines if line.get("decoder") != "any_subset"]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    with pytest.raises(UserError, match="has no answers of any_subset to b: evaluate again"):
+        report(tmp_path)
+    (tmp_path / "samples.jsonl").write_bytes(b'{"settings": {}}\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match="line 2 is malformed"):
+        report(tmp_path)
 
 
 def test_samples_keep_their_scores_and_old_ones_have_none(tmp_path: Path) -> None:
