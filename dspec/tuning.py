@@ -1,5 +1,6 @@
 """Which of a target's weights a method trains, and how the trained weights are merged into a plain model."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -57,12 +58,26 @@ class LoRA:
         self.interpolation = _interpolation(interpolation)
 
     def prepare(self, target: TargetModel) -> None:
+        """Raises UserError where peft is missing or rejects the settings, and for adapters on the embeddings or the
+        head: losses read the head's weight itself, and merging would change both where they are tied."""
         try:
             from peft import LoraConfig, inject_adapter_in_model
+            from peft.tuners.lora import LoraLayer
         except ImportError as error:
             raise UserError('LoRA needs peft: pip install -e ".[lora]", or use method/tuning=full') from error
-        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
-        inject_adapter_in_model(config, target.model)
+        try:
+            config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.modules, lora_dropout=0.0)
+            inject_adapter_in_model(config, target.model)
+        except re.error as error:
+            raise UserError(f"method.tuning.modules={self.modules} is no pattern of layer names: {error}") from error
+        except ValueError as error:
+            raise UserError(f"method.tuning: {error}") from error
+        for name, part in (("embeddings", target.embed_tokens), ("head", target.lm_head)):
+            if isinstance(part, LoraLayer):
+                raise UserError(
+                    f"method.tuning.modules={self.modules} puts adapters on the {name}, which they cannot train: name "
+                    "layers in between, such as all-linear"
+                )
 
     @contextmanager
     def disabled(self, target: TargetModel) -> Iterator[None]:

@@ -40,7 +40,7 @@ def run_config(checkpoint: Path | None) -> dict[str, Any]:
                 config = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise UserError(f"{path} is not JSON ({error}): restore it, or use another checkpoint") from error
-            if isinstance(config, dict) and "method" in config and "target" in config:
+            if isinstance(config, dict) and isinstance(config.get("method"), dict) and "target" in config:
                 return dict(renamed(config))
     return {}
 

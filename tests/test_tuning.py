@@ -83,3 +83,21 @@ def test_a_share_out_of_range(share: float) -> None:
         FullFineTuning(interpolation=share)
     with pytest.raises(UserError, match="interpolation"):
         LoRA(rank=1, alpha=1, modules="all-linear", interpolation=share)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rank": 0}, "method.tuning: .*0"),
+        ({"modules": "nothing"}, "method.tuning: .*nothing not found"),
+        ({"modules": ".*("}, r"method.tuning.modules=\.\*\( is no pattern"),
+        ({"modules": "lm_head"}, "method.tuning.modules=lm_head .*head"),
+        ({"modules": ".*embed_tokens"}, "method.tuning.modules=.*embed_tokens .*embeddings"),
+    ],
+)
+def test_adapters_that_could_not_be_trained(toys: SimpleNamespace, wrong: dict[str, Any], words: str) -> None:
+    """Losses read the head's weight itself, and tied embeddings are the head's: adapters there would learn nothing, or
+    what the evaluated model does not have."""
+    settings: dict[str, Any] = {"rank": 2, "alpha": 4, "modules": "all-linear", "interpolation": 1.0}
+    with pytest.raises(UserError, match=words):
+        LoRA(**settings | wrong).prepare(toys.target(tie=True))

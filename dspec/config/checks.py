@@ -62,6 +62,8 @@ def check(cfg: DictConfig, *, config: str) -> None:
         if not path.startswith("search."):  # lists of such values
             _check_range(path, value)
     _check_copies(values.get("decoder") or {})
+    if config == "train":
+        _check_one_process(values.get("decoder") or {})
     if not cfg.get("checkpoint"):  # its run may say which blocks the decoders have
         check_blocks(cfg)
 
@@ -182,6 +184,16 @@ def _check_copies(decoders: Mapping[str, Any]) -> None:
         if copied and copied[1] not in decoders:
             name = path.partition(".")[0]
             raise UserError(f"{name} copies the settings of {copied[1]}: use decoder=[...,{name},{copied[1]}]")
+
+
+def _check_one_process(decoders: Mapping[str, Any]) -> None:
+    """Raises UserError for a decoder that would wait for other ranks: a training run evaluates in the first one."""
+    for name, node in decoders.items():
+        if (seconds := node.get("process_timeout_s")) is not None:
+            raise UserError(
+                f"decoder.{name}.process_timeout_s={seconds}: a training run decodes in one process; divide branches "
+                "afterwards: torchrun ... -m eval.run checkpoint=<run folder>"
+            )
 
 
 def check_blocks(cfg: DictConfig) -> None:

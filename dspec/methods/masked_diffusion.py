@@ -29,6 +29,7 @@ import torch
 from torch import Generator
 
 from dspec.attention import masks
+from dspec.errors import UserError
 from dspec.losses import check_chunk, chunked_sum, head_terms, token_loss_without
 from dspec.masked_diffusion.answers import AnswerLayout, Answers
 from dspec.masked_diffusion.noise import BlockRates, Noise
@@ -57,11 +58,18 @@ class MaskedDiffusion(Method):
         shift: bool,
         chunk_mb: float,
     ) -> None:
-        """Raises UserError for a target without a mask token."""
+        """Raises UserError for a target without a mask token, and for a diffusion LM with the other shift."""
         super().__init__()
         self.target, self.tuning = require_causal(target), tuning
         self.mask_token_id = target.required_mask_token()
         self.layout, self.rates, self.shift, self.chunk_mb = layout, rates, shift, check_chunk(chunk_mb)
+        trained = TrainingRecord.read(self.target)
+        if trained.attention is not None and trained.shift != shift:
+            said = str(trained.shift).lower()
+            raise UserError(
+                f"method.shift={str(shift).lower()} contradicts target {target.name!r}, a diffusion LM whose "
+                f"config.json says dspec_logit_shift={said}: set method.shift={said}"
+            )
         TrainingRecord(FULL, layout.block_size, shift).write(self.target)
         tuning.prepare(target)
 

@@ -28,6 +28,7 @@ from transformers import (
 from dspec.errors import UserError
 from dspec.models.language_model import (
     LanguageModel,
+    check_tokenizer,
     checked_device,
     checkpoint_path,
     load_language_model,
@@ -193,6 +194,7 @@ def _read(
             output_loading_info=True,
         )
         tokenizer = layout.tokenizer.from_pretrained(path)
+    check_tokenizer(tokenizer, path)
     wrong = {
         "lacks weights that such a model has": loading["missing_keys"],
         "has weights that such a model lacks": loading["unexpected_keys"],

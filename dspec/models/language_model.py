@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -248,7 +249,7 @@ def one_line_failure(path: str, *, role: str = "target") -> Iterator[None]:
     """Raises UserError with the first line of what transformers says when it cannot load."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"cannot load {role} {path!r} from disk or the Hub ({reason}){_hint(reason)}") from error
 
@@ -287,7 +288,14 @@ def read_pretrained(path: str, *, dtype: str, role: str) -> tuple[PreTrainedMode
             f"the weights of {role} {path!r} are not those of a language model ({wrong[0]} is missing, or no part of "
             "one); a drafter is given by checkpoint="
         )
+    check_tokenizer(tokenizer, path, role=role)
     return model, tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str, *, role: str = "target") -> None:
+    """Raises UserError for an empty one: transformers makes it up for a folder without."""
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"{role} {path!r} has no tokenizer (text gives no tokens): put its tokenizer's files there")
 
 
 def embedded_target(*, dtype: str, device: str) -> LanguageModel:

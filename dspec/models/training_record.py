@@ -23,19 +23,23 @@ class TrainingRecord:
 
     @classmethod
     def read(cls, model: LanguageModel) -> "TrainingRecord":
-        """Raises UserError for an attention that dspec does not know."""
+        """Raises UserError for an attention that dspec does not know, and for other values that no training writes."""
         config: Any = model.model.config
-        attention = getattr(config, "dspec_attention", None)
+        attention, blocks, shift = (
+            getattr(config, name, None) for name in ("dspec_attention", "dspec_block_size", "dspec_logit_shift")
+        )
         if attention is not None and attention not in _NAMES:
             raise UserError(
                 f"{model.name!r} was trained with dspec_attention={attention}, which this dspec does not know; "
                 f"its config.json may say {' or '.join(_NAMES)}"
             )
-        return cls(
-            attention=None if attention is None else _NAMES[attention],
-            block_size=getattr(config, "dspec_block_size", None),
-            shift=bool(getattr(config, "dspec_logit_shift", False)),
-        )
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise UserError(
+                f"the config.json of {model.name!r} says dspec_block_size={blocks}: it is a number of slots"
+            )
+        if shift not in (None, True, False) or type(shift) is int:
+            raise UserError(f"the config.json of {model.name!r} says dspec_logit_shift={shift}: it is true or false")
+        return cls(attention=None if attention is None else _NAMES[attention], block_size=blocks, shift=bool(shift))
 
     def write(self, model: LanguageModel) -> None:
         """Into the config of the model in memory, for decoders of this run; exports write that config."""

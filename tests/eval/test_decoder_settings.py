@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dspec.decoding.generation import Request
+from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.temperatures import Calibration
@@ -74,6 +76,32 @@ def test_every_setting_reaches_the_decoder(toys: SimpleNamespace) -> None:
     lookup = toys.build_decoder("prompt_lookup", **common, num_drafts=5, max_ngram=2).settings(WARM)
     assert lookup == {**WARM.to_dict(), "drafts": 5, "max_ngram": 2, "confidence_threshold": 0.0}
     assert toys.build_decoder("autoregressive", **common).settings(WARM) == WARM.to_dict()
+
+
+def test_every_setting_of_lopa_reaches_the_decoder(toys: SimpleNamespace) -> None:
+    """None of them at its value on the page."""
+    asked: dict[str, Any] = {
+        "block_size": 5, "append_ratio": 0.3, "activate_ratio": 0.8, "threshold": 0.7, "branches": 3, "segment": 2,
+        "branch_score": "lowest_segment", "confidence_measure": "entropy", "cache": "none",
+    }  # fmt: skip
+    made = toys.build_decoder(
+        "lopa", target=toys.target(seed=8), window_attention="block_causal", process_timeout_s=None, **asked
+    )
+    told = made.settings(WARM)
+    assert {key: told[key] for key in asked} == asked
+    assert told["attention"] == "block_causal"
+    assert told["min_fills"] == 1
+
+
+def test_a_finished_row_still_costs_positions(toys: SimpleNamespace) -> None:
+    """It stays in the batch until half of its rows have finished; what it computes there counts as idle."""
+    rules: dict[str, Any] = {"tokens_per_step": 1, "block_size": None, "attention": "full"}
+    made = toys.build_decoder("diffusion", target=toys.target(seed=8), **rules)
+    asked = [
+        Request(ids=[1, 2], sampling=Sampling(temperature=0.0, top_p=1.0), max_new_tokens=n, stop_ids=(), seed=0)
+        for n in (1, 3, 3)
+    ]
+    assert [(g.nfe, g.idle_positions) for g in decode(made, asked)] == [(1, 2 * 5), (3, 0), (3, 0)]
 
 
 def test_refusals(toys: SimpleNamespace) -> None:

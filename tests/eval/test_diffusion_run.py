@@ -116,10 +116,12 @@ def test_branches_over_ranks_of_torchrun(tmp_path: Path) -> None:
 
 def test_other_ranks_write_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "samples.jsonl").write_text("old\n")
+    (tmp_path / "results.json").write_text("{}")
     with own_folder(tmp_path) as folder:
         assert folder == tmp_path
     monkeypatch.setenv("RANK", "1")
     with own_folder(tmp_path) as folder:
         assert folder != tmp_path
         assert (folder / "samples.jsonl").read_text() == "old\n"
+        assert (folder / "results.json").read_text() == "{}"  # an AR loop is timed once
     assert not folder.exists()

@@ -231,6 +231,7 @@ def test_resume(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["checkpoint=torn", "benchmark=tiny"], ["torn/config.json is not JSON"]),
         (["checkpoint=without", "benchmark=tiny"], ["without/config.json is missing", "target.path=without/target"]),
         (["checkpoint=trained", "target=tiny", "benchmark=tiny"], ["leave target= out"]),
+        (["checkpoint=texts", "benchmark=tiny"], ["texts/config.json is missing, or not a run's"]),
         (["resume=sub"], ["conf/train.yaml", "conf/eval.yaml"]),
     ],
 )
@@ -239,7 +240,12 @@ def test_bad_input_is_one_line(
     args: list[str], words: list[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    for name, config in (("torn", "{"), ("without", "{}"), ("trained", '{"method": {}, "target": {}}')):
+    for name, config in (
+        ("torn", "{"),
+        ("without", "{}"),
+        ("trained", '{"method": {}, "target": {}}'),
+        ("texts", '{"method": "D2F", "target": {}}'),
+    ):
         (tmp_path / name / "target").mkdir(parents=True)
         (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "sub" / ".hydra").mkdir(parents=True)

@@ -116,6 +116,8 @@ def test_loss_and_gradient(toys: SimpleNamespace, kl: str, weight: str, shift: b
     noise = some_noise(answers)
     result = trained.loss_at(answers, noise)
     terms: list[Tensor] = []
+    distances: list[float] = []
+    matches = 0
     for b, (end, (prompt, response)) in enumerate(zip(answers.end_B.tolist(), ROWS, strict=True)):
         masked = noise.masked_BL[b, :end]
         row = answers.ids_BL[b, :end].masked_fill(masked, MASK)
@@ -128,9 +130,15 @@ def test_loss_and_gradient(toys: SimpleNamespace, kl: str, weight: str, shift: b
             p, q = log_p[place], log_q[place]
             one = (p.exp() * (p - q)).sum() if kl == "student_teacher" else (q.exp() * (q - p)).sum()
             terms.append(one / noise.probability_BL[b, place] if weight == "inverse_p" else one)
+            distances.append(float(one.detach()))
+            matches += int(p.argmax() == q.argmax())
     expected = torch.stack(terms).sum()
     torch.testing.assert_close(result.loss_sum, expected, **EXACT)
     assert int(result.weight) == len(terms)
+    logged = {name: [float(result.metrics[f"{part}{name}"][0]) for part in ("", "tail_")] for name in ("kl", "match")}
+    assert sum(logged["kl"]) == pytest.approx(sum(distances), abs=1e-10)  # without the weights
+    assert sum(logged["match"]) == matches < len(terms)
+    assert [int(n) for n in result.metrics["mask_rate"]] == [int(noise.masked_BL.sum()), sum(answers.slots)]
     parameters = [p for p in target.model.parameters() if p.requires_grad]
     got, wanted = (torch.autograd.grad(x, parameters) for x in (result.loss_sum, expected))
     for a, b in zip(got, wanted, strict=True):

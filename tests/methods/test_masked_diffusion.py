@@ -19,7 +19,7 @@ from dspec.method import Batch
 from dspec.methods.masked_diffusion import MaskedDiffusion
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
 from dspec.models.training_record import BLOCK_CAUSAL, FULL, TrainingRecord
-from dspec.tuning import FullFineTuning
+from dspec.tuning import FullFineTuning, LoRA
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 MASK, EOS = 10, 9  # of the toys: MASK is their last token
@@ -88,15 +88,18 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, shift: bool, tail
     result = trained.loss_at(answers, noise)
     terms: list[Tensor] = []
     ce: dict[str, list[float]] = {"": [], "tail_": []}
+    right = {"": 0, "tail_": 0}
     for b, end in enumerate(answers.end_B.tolist()):
         masked = noise.masked_BL[b, :end]
         row = answers.ids_BL[b, :end].masked_fill(masked, MASK)
         for place in (masked & noise.in_loss_BL[b, :end]).nonzero()[:, 0].tolist():
             full = torch.ones(end, end, dtype=torch.bool)
             label = int(answers.ids_BL[b, place])
-            one = -log_probs(trained.target, row, full, place, shift=shift)[label]
-            terms.append(one / noise.probability_BL[b, place])
-            ce["tail_" if answers.tail_BL[b, place] else ""].append(float(one.detach()))
+            log_p = log_probs(trained.target, row, full, place, shift=shift)
+            part = "tail_" if answers.tail_BL[b, place] else ""
+            terms.append(-log_p[label] / noise.probability_BL[b, place])
+            ce[part].append(-float(log_p[label].detach()))
+            right[part] += int(log_p.argmax()) == label
     expected = torch.stack(terms).sum()
     torch.testing.assert_close(result.loss_sum, expected, **EXACT)
     assert sum(answers.slots) == {None: 17, 0: 24}.get(tail, sum(answers.slots))
@@ -106,6 +109,8 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, shift: bool, tail
         total, count = result.metrics[f"{part}ce"]
         assert int(count) == len(losses)
         assert float(total) == pytest.approx(sum(losses), abs=1e-10)
+        assert float(result.metrics[f"{part}accuracy"][0]) == right[part]
+    assert [int(n) for n in result.metrics["mask_rate"]] == [int(noise.masked_BL.sum()), sum(answers.slots)]
     parameters = list(trained.target.model.parameters())
     got, wanted = (torch.autograd.grad(x, parameters) for x in (result.loss_sum, expected))
     for a, b in zip(got, wanted, strict=True):
@@ -241,6 +246,24 @@ def test_it_decodes_by_heart_what_it_was_trained_on(toys: SimpleNamespace, shift
     prompts = [prompt for prompt, _ in texts]
     made = toys.Bound(decoder, toys.GREEDY).decode(prompts, seeds=[0, 0], max_new_tokens=12, stop_ids=(EOS,))
     assert [g.tokens for g in made] == [response for _, response in texts]
+
+
+def test_adapters_are_merged(toys: SimpleNamespace) -> None:
+    target = toy(toys)
+    trained = method(target, tuning=LoRA(rank=2, alpha=4, modules="all-linear", interpolation=1.0))
+    assert any("lora_" in name for name, _ in target.model.named_parameters())
+    trained.finish()
+    assert target.model.state_dict().keys() == toy(toys).model.state_dict().keys()
+
+
+def test_a_diffusion_lm_is_trained_on_with_its_own_shift(toys: SimpleNamespace) -> None:
+    """An AR base may be trained either way; a diffusion LM would have to learn its places anew."""
+    for shift in (True, False):
+        target = toy(toys)
+        TrainingRecord(FULL, None, shift).write(target)
+        assert method(target, shift=shift).shift is shift
+        with pytest.raises(UserError, match=f"method.shift={str(not shift).lower()} contradicts target"):
+            method(target, shift=not shift)
 
 
 def test_a_target_without_a_mask_token_is_refused(toys: SimpleNamespace) -> None:

@@ -307,6 +307,23 @@ def test_weights_that_are_not_a_language_models_are_refused(tmp_path: Path) -> N
         load_language_model(path=str(tmp_path / "torn"), **how)
 
 
+@pytest.mark.parametrize("left", [1000, 0, 2_000_000])
+def test_weights_cut_off_are_refused(tmp_path: Path, left: int) -> None:
+    """As by a full disk or a copy that was interrupted."""
+    shutil.copytree(ASSETS / "tiny", tmp_path / "cut")
+    with (tmp_path / "cut" / "model.safetensors").open("r+b") as file:
+        file.truncate(left)
+    with _refused("cannot load target .*cut"):
+        load_language_model(path=str(tmp_path / "cut"), name="x", dtype="float32", device="cpu", mask_token=None)
+
+
+def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    """transformers would make up one without a single word: every prompt would be empty."""
+    shutil.copytree(ASSETS / "tiny", tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    with _refused(r"target .*mute' has no tokenizer \(text gives no tokens\)"):
+        load_language_model(path=str(tmp_path / "mute"), name="x", dtype="float32", device="cpu", mask_token=None)
+
+
 def test_a_target_whose_writer_was_killed_between_its_renames_is_found(tmp_path: Path) -> None:
     embedded = Path(dspec.__file__).parent / "assets" / "tiny"
     shutil.copytree(embedded, tmp_path / ".mine.old")

@@ -130,6 +130,32 @@ def test_ranks_give_what_one_process_gives(
     assert max(p[3] for one in expected for _, passes in one for p in passes) == 6
 
 
+def test_four_ranks_whose_caches_grow_at_other_times(
+    toys: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their passes have other widths, so that what is committed may be past the end of one rank's buffer."""
+    monkeypatch.setattr("dspec.models.cache._CHUNK", 8)
+    target, asked = model(toys), some(2, 33)
+    ways = [{**FULL, "branches": k} for k in (1, 2, 5)]
+
+    def work(ranks: Any) -> list[Any]:
+        return [trace(decode(lopa(target, ranks, **way), asked)) for way in ways]
+
+    sizes: set[int] = set()
+
+    def noted(ranks: Any) -> list[Any]:
+        spread = ranks.sync_winners
+        ranks.sync_winners = lambda w, rows, cache: sizes.add(cache.layers[0].keys.shape[2]) or spread(w, rows, cache)
+        return [work(ranks), sorted(sizes)]
+
+    results, codes = processes(4, tmp_path, noted)
+    assert codes == [0] * 4
+    expected = work(None)
+    assert all(result == expected for result, _ in results)
+    assert len({str(grown) for _, grown in results}) > 1
+    assert all(len(grown) > 2 for _, grown in results)
+
+
 def test_branches_are_divided_and_idle_ranks_compute_what_is_shared(toys: SimpleNamespace, tmp_path: Path) -> None:
     target, asked = model(toys), some(1)
 
@@ -263,9 +289,26 @@ def test_joining_ranks(tmp_path: Path) -> None:
             join_processes(timeout_seconds=wrong, device=CPU)
 
     def work(_: DistributedBranches) -> list[Any]:
+        asked: list[Any] = []
+        new_group = dist.new_group
+        branch_parallel.dist.new_group = lambda **how: asked.append(how["timeout"].seconds) or new_group(**how)
         made = join_processes(timeout_seconds=7, device=CPU)
         packets = made.select_best([BranchResult(float(made.rank), made.rank, [])], 1)
-        return [made.group is not None, made.rank, made.size, packets[0].branch]
+        return [made.group is not None, made.rank, made.size, packets[0].branch, asked]
 
     results, _ = processes(2, tmp_path, work)
-    assert results == [[True, 0, 2, 1], [True, 1, 2, 1]]
+    assert results == [[True, 0, 2, 1, [7]], [True, 1, 2, 1, [7]]]
+
+
+def test_a_rank_that_dies_before_it_sends_its_winner(toys: SimpleNamespace, tmp_path: Path) -> None:
+    """The broadcast of keys and values is waited for no longer, and ends in the same line, as the all-gather."""
+    target = model(toys)
+
+    def work(ranks: Any) -> Any:
+        if ranks.rank:
+            ranks._broadcast = lambda *what: os._exit(9)
+        return trace(decode(lopa(target, ranks, **FULL), some(1, 33)))
+
+    results, codes = processes(2, tmp_path, work, timeout=5)
+    assert codes == [0, 9]
+    assert "rank 0 of 2 cannot reach the others" in results[0]["error"]

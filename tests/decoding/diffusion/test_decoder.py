@@ -15,11 +15,12 @@ from torch import Tensor
 from dspec.decoding.diffusion import decoder as diffusion
 from dspec.decoding.diffusion.block_state import BlockRules
 from dspec.decoding.diffusion.decoder import BlockDiffusion, DiffusionConfig
+from dspec.decoding.diffusion.forward import guess
 from dspec.decoding.diffusion.lookahead import Lookahead
 from dspec.decoding.diffusion.row_state import SingleProcess
 from dspec.decoding.generation import Generation, Request
 from dspec.decoding.loop import decode
-from dspec.decoding.sampling import GREEDY, Sampling
+from dspec.decoding.sampling import GREEDY, Sampling, SamplingBatch
 from dspec.errors import UserError
 
 VOCAB = 11
@@ -511,6 +512,36 @@ def test_entropy_ranks_but_does_not_accept(toys: SimpleNamespace) -> None:
     assert [trace(one) for one in everything[0]] == [trace(one) for one in everything[1]]
 
 
+def test_confidence_measures() -> None:
+    """The higher, the surer: the probability of the token, or the negative entropy of its distribution; float32."""
+    weight = torch.tensor([[3.0, 0.0], [0.0, 1.0], [9.0, 9.0]], dtype=torch.float64)  # MASK has the highest logit
+    target: Any = SimpleNamespace(
+        vocab_size=3, device=torch.device("cpu"), logits=lambda x: x @ weight.T, required_mask_token=lambda: 2
+    )
+    hidden = [torch.tensor(x, dtype=torch.float64) for x in ([1.0, 0.0], [0.0, 1.0])]
+    for how in ("probability", "entropy"):
+        made = guess(target, hidden, SamplingBatch([GREEDY]), [0, 0], [0.0, 0.0], confidence_measure=how)
+        probs = [torch.tensor([logit, 0.0]).sigmoid().tolist() for logit in (3.0, 1.0)]
+        tops = [p for p, _ in probs]
+        lows = [sum(q * torch.tensor(q).log().item() for q in (p, 1 - p)) for p in tops]
+        assert [one.token for one in made] == [0, 1]
+        assert [one.probability for one in made] == pytest.approx(tops, abs=1e-6)
+        assert [one.confidence for one in made] == pytest.approx(tops if how == "probability" else lows, abs=1e-6)
+        assert made[0].confidence > made[1].confidence
+        for value in (one.confidence for one in made):
+            assert torch.tensor(value, dtype=torch.float32).item() == value
+
+
+def test_only_one_token_per_pass_is_lossless(toys: SimpleNamespace) -> None:
+    target, strict = model(toys), {"append_ratio": 1.0, "threshold": 1.0}
+    assert decoder(target, **strict).lossless
+    assert decoder(target, attention="full", cache="none", **strict).lossless
+    for cache in ("committed", "prefix", "dual"):
+        assert not decoder(target, attention="full", cache=cache, **strict).lossless
+    for change in ({"branches": 1}, {"min_fills": 2}, {"threshold": 0.9}, {"append_ratio": 0.9}):
+        assert not decoder(target, **strict | change).lossless
+
+
 def test_a_guess_is_one_draw(toys: SimpleNamespace) -> None:
     """With a temperature the token that is filled is the one whose probability was tested, drawn from the request's
     distribution: the frequencies of the first slot of a one-slot answer."""
@@ -632,4 +663,16 @@ def test_another_attention_than_the_trained_one_is_said(toys: SimpleNamespace) -
     assert (plain.settings(GREEDY)["attention"], plain.settings(GREEDY)["cache"]) == ("block_causal", "committed")
     target.model.config.dspec_attention = "sideways"
     with pytest.raises(UserError, match="dspec_attention=sideways"):
+        decoder(target)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("block_size", "eight"), ("block_size", 0), ("block_size", True), ("logit_shift", "no"), ("logit_shift", 1)],
+)
+def test_a_damaged_record_is_refused(toys: SimpleNamespace, key: str, value: Any) -> None:
+    """A text as the shift would otherwise be true, whatever it says."""
+    target = model(toys)
+    setattr(target.model.config, f"dspec_{key}", value)
+    with pytest.raises(UserError, match=f"dspec_{key}={value}"):
         decoder(target)

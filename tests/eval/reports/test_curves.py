@@ -166,6 +166,18 @@ def test_weights_stay_apart() -> None:
     assert found["other"]["curve"] != found["d2f_50"]["curve"] == found["d2f_90"]["curve"]
 
 
+def test_one_decoder_is_the_reference() -> None:
+    """Of the teacher's and the student's baseline the teacher's."""
+    content = results(
+        rows(RUN | {"base_diffusion": ("base, diffusion", {}, answers("base_diffusion", [True] * 4, [4] * 4))})
+    )
+    content["rows"][-1]["baseline"] = "base_diffusion"
+    given = [*samples(), *answers("base_diffusion", [True] * 4, [4] * 4)]
+    found = points(content, given, temperature=0.0, along="threshold")
+    assert [p["decoder"] for p in found if p["reference"]] == ["base_diffusion"]
+    assert {p["decoder"]: p["lost"] for p in found}["diffusion"] == 2
+
+
 def test_the_pareto_frontier() -> None:
     """diffusion and AR: the same quality as d2f_90 in more passes; other: fewer right than d2f_50 and slower."""
     assert [name for name, p in made().items() if p["optimal"]] == ["d2f_50"]
