@@ -138,7 +138,8 @@ def test_loss_and_gradient(toys: SimpleNamespace, kl: str, weight: str, shift: b
     logged = {name: [float(result.metrics[f"{part}{name}"][0]) for part in ("", "tail_")] for name in ("kl", "match")}
     assert sum(logged["kl"]) == pytest.approx(sum(distances), abs=1e-10)  # without the weights
     assert sum(logged["match"]) == matches < len(terms)
-    assert [int(n) for n in result.metrics["mask_rate"]] == [int(noise.masked_BL.sum()), sum(answers.slots)]
+    rate = [int((noise.masked_BL & noise.in_loss_BL).sum()), int(noise.in_loss_BL.sum())]
+    assert [int(n) for n in result.metrics["mask_rate"]] == rate
     parameters = [p for p in target.model.parameters() if p.requires_grad]
     got, wanted = (torch.autograd.grad(x, parameters) for x in (result.loss_sum, expected))
     for a, b in zip(got, wanted, strict=True):

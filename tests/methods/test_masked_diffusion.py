@@ -110,7 +110,8 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, shift: bool, tail
         assert int(count) == len(losses)
         assert float(total) == pytest.approx(sum(losses), abs=1e-10)
         assert float(result.metrics[f"{part}accuracy"][0]) == right[part]
-    assert [int(n) for n in result.metrics["mask_rate"]] == [int(noise.masked_BL.sum()), sum(answers.slots)]
+    rate = [int((noise.masked_BL & noise.in_loss_BL).sum()), int(noise.in_loss_BL.sum())]
+    assert [int(n) for n in result.metrics["mask_rate"]] == rate
     parameters = list(trained.target.model.parameters())
     got, wanted = (torch.autograd.grad(x, parameters) for x in (result.loss_sum, expected))
     for a, b in zip(got, wanted, strict=True):
