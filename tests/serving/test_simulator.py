@@ -14,9 +14,21 @@ from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.speculative import Speculative
 from dspec.decoding.verification import VerifyAll
 from dspec.errors import UserError
-from dspec.serving.schedulers import Scheduler, Static, Synchronous, Threshold, asynchronous, sglang, vllm
+from dspec.serving.schedulers import (
+    Lagged,
+    ScheduleMemory,
+    Scheduler,
+    Static,
+    StepCosts,
+    Synchronous,
+    Threshold,
+    asynchronous,
+    sglang,
+    vllm,
+)
+from dspec.serving.scheduling import Ints
 from dspec.serving.simulator import Load, Outcome, simulate
-from dspec.serving.step_table import AdditiveSteps, StepTable, TabulatedSteps
+from dspec.serving.step_table import AdditiveSteps, Floats, StepTable, TabulatedSteps
 from dspec.serving.traces import AnswerSource, FittedSource, Replay, Round, Trace, record
 
 RULES = {"min_yield": 0.05, "horizon": 16, "probe_every": 32}
@@ -193,6 +205,8 @@ def test_random_arrivals_wait_for_room() -> None:
         load = Load(max_in_flight=4, arrivals_per_second=rate)
         out[rate] = simulate(source(), Static(3), table, load, requests=80, prefill_seconds=0.0, seed=0)
     assert out[0.001].mean_wait < 1.0
+    first = out[0.001].served[0]
+    assert first.admitted == first.arrived > 0  # an idle engine waits for the next one, no longer
     assert 80 / out[0.001].seconds == pytest.approx(0.001, rel=0.25)
     assert out[1.0].mean_wait > 50
     closed = run(Static(3), table, 4, requests=80)
@@ -200,6 +214,29 @@ def test_random_arrivals_wait_for_room() -> None:
     alone = run(Static(3), table, 1, requests=40).tokens_per_second_per_user
     assert out[0.001].tokens_per_second_per_user == pytest.approx(alone, rel=0.1)
     assert all(a.arrived <= a.admitted < a.finished for o in out.values() for a in o.served)
+
+
+def test_memory_follows_the_requests_in_flight() -> None:
+    """Answers of different lengths and confidences leave and join: what is remembered of a request is its own."""
+    seen = []
+
+    class Watching(Lagged):
+        def __call__(self, confidence_RJ: Floats, count_R: Ints, memory: ScheduleMemory) -> Ints:
+            for past, row in zip(memory.past, confidence_RJ, strict=True):
+                seen.append(not past or past[0][0] == row[0])
+            return super().__call__(confidence_RJ, count_R, memory)
+
+    class Kinds(Replay):
+        def answer(self, rng: np.random.Generator) -> Any:
+            self.answers.append(self.answers.pop(0))
+            return self.answers[-1]
+
+    traces = [Trace((Round((0.1 * n,), 0, 1),) * n) for n in (2, 5, 9, 14)]
+    costs = StepCosts(machine(), lambda raw, R: raw, extend=False)
+    watching = Watching("watching", costs, lag=1, drafting=None)
+    run(watching, machine(), 5, source=Kinds(traces, slots=1, temperatures=None), requests=20)
+    assert len(seen) > 60
+    assert all(seen)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from eval.profile_steps.measure import fit, measure
 from eval.profile_steps.settings import ProfileSettings
 
 SMALL: dict[str, Any] = {
-    "requests": [1, 2, 4], "lengths": [0, 1, 3], "context": 5, "temperature": 1.0, "warmup": 1, "repeats": 2,
+    "requests": [1, 2, 4], "lengths": [0, 1, 3], "context": 5, "temperature": 1.0, "warmup": 2, "repeats": 2,
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_every_point_is_timed_on_real_steps(toys: SimpleNamespace, monkeypatch: 
     forward, propose = LanguageModel.__call__, measuring.DraftProposer.propose
 
     def counted(self: LanguageModel, ids: Any, *args: Any, **options: Any) -> Any:
-        slow = 100.0 if work["steps"] < 9 else 1.0  # the warm-up: one step at each point
+        slow = 100.0 if work["steps"] < 18 else 1.0  # the warm-up: two steps at each point
         work["steps"] += options.get("start_B") is not None
         work["now"] += slow * ids.numel()
         return forward(self, ids, *args, **options)
