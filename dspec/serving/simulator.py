@@ -87,7 +87,7 @@ class Outcome:
 
     @property
     def mean_wait(self) -> float:
-        """Seconds from arrival to admission."""
+        """Seconds from arrival to admission; in a closed loop 0."""
         return float(np.mean([one.admitted - one.arrived for one in self.served]))
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def simulate(
         # 1. admit
         new: list[Served] = []
         while arrival <= out.seconds and len(flight) + len(new) < load.max_in_flight:
-            new.append(Served(source.answer(order), arrived=arrival, admitted=out.seconds, tokens=1))
+            arrived = out.seconds if load.arrivals_per_second is None else arrival
+            new.append(Served(source.answer(order), arrived=arrived, admitted=out.seconds, tokens=1))
             arrival = next(arrivals)
         out.seconds, out.tokens = out.seconds + prefill_seconds * len(new), out.tokens + len(new)
         flight += new

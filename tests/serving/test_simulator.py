@@ -210,6 +210,7 @@ def test_random_arrivals_wait_for_room() -> None:
     assert 80 / out[0.001].seconds == pytest.approx(0.001, rel=0.25)
     assert out[1.0].mean_wait > 50
     closed = run(Static(3), table, 4, requests=80)
+    assert closed.mean_wait == 0
     assert out[1.0].throughput == pytest.approx(closed.throughput, rel=0.03)
     alone = run(Static(3), table, 1, requests=40).tokens_per_second_per_user
     assert out[0.001].tokens_per_second_per_user == pytest.approx(alone, rel=0.1)
