@@ -146,10 +146,10 @@ def scheduled(
             raise UserError(f"{steps} has one probe, so it cannot say what a token costs: measure at several")
         return read
 
-    rules = {"min_yield": min_yield, "horizon": horizon, "probe_every": probe_every}
+    rules: dict[str, Any] = {"min_yield": min_yield, "horizon": horizon, "probe_every": probe_every}
     known: dict[str, Callable[[], schedulers.Scheduler]] = {
-        "synchronous": lambda: schedulers.Synchronous(table(), **rules),  # type: ignore[arg-type]
-        "asynchronous": lambda: schedulers.asynchronous(table(), **rules),  # type: ignore[arg-type]
+        "synchronous": lambda: schedulers.Synchronous(table(), **rules),
+        "asynchronous": lambda: schedulers.asynchronous(table(), **rules),
         "sglang": lambda: schedulers.sglang(table()),
         "vllm": lambda: schedulers.vllm(table()),
         "static": lambda: schedulers.Static(length),

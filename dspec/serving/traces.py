@@ -84,33 +84,33 @@ class Replay:
 
 
 class ReplayedAnswer:
-    """A trace by position: `found[t]` and `sure[t]` of the token after t others, `after[t]` the confidences of a
+    """A trace by position: `hit[t]` and `sure[t]` of the token after t others, `after[t]` the confidences of a
     round's drafts after a miss."""
 
     def __init__(self, trace: Trace, temperatures_J: Floats) -> None:
         self.tokens, self.slots = trace.tokens, len(temperatures_J)
-        self.found, self.sure = [True], [1.0]  # position 0: the prefill's token
+        self.hit, self.sure = [True], [1.0]  # position 0: the prefill's token
         self.after: dict[int, Floats] = {}
         unknown = []
         for one in trace.rounds:
             c = 1 / (1 + np.exp(-np.array(one.logits) / temperatures_J[: len(one.logits)]))
-            self.found += [True] * one.accepted
+            self.hit += [True] * one.accepted
             self.sure += c[: one.accepted].tolist()
             if one.committed == one.accepted:
                 continue  # it ended with an accepted stop
             if missed := one.accepted < len(one.logits):
-                self.after[len(self.found)] = c[one.accepted + 1 :]
+                self.after[len(self.hit)] = c[one.accepted + 1 :]
             else:
-                unknown.append(len(self.found))
-            self.found.append(False)
+                unknown.append(len(self.hit))
+            self.hit.append(False)
             self.sure.append(float(c[one.accepted]) if missed else 0.0)
         for t in reversed(unknown):
-            if t + 1 < len(self.found):
-                self.found[t], self.sure[t] = self.found[t + 1], self.sure[t + 1]
+            if t + 1 < len(self.hit):
+                self.hit[t], self.sure[t] = self.hit[t + 1], self.sure[t + 1]
 
     def draft(self, at: int) -> tuple[Floats, int]:
         accepted = 0
-        while accepted < self.slots and at + accepted < self.tokens and self.found[at + accepted]:
+        while accepted < self.slots and at + accepted < self.tokens and self.hit[at + accepted]:
             accepted += 1
         sure = self.sure[at : at + accepted + 1]
         tail = self.after.get(at + accepted, np.empty(0)).tolist()

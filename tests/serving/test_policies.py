@@ -39,7 +39,7 @@ from dspec.serving.schedulers import (
 from dspec.serving.step_table import AdditiveSteps, StepTable, TabulatedSteps
 
 WARM = Sampling(temperature=1.0, top_p=1.0)
-RULES = {"min_yield": 0.05, "horizon": 16, "probe_every": 4}
+RULES: dict[str, Any] = {"min_yield": 0.05, "horizon": 16, "probe_every": 4}
 Text = tuple[int, ...]
 Distribution = dict[Any, float]
 V, J, NEW = 2, 2, 3
@@ -59,8 +59,8 @@ def lagged(lag: int, table: StepTable) -> Lagged:
 
 
 SCHEDULERS: dict[str, Callable[[StepTable], Scheduler]] = {
-    "synchronous": lambda table: Synchronous(table, **RULES),  # type: ignore[arg-type]
-    "asynchronous": lambda table: asynchronous(table, **RULES),  # type: ignore[arg-type]
+    "synchronous": lambda table: Synchronous(table, **RULES),
+    "asynchronous": lambda table: asynchronous(table, **RULES),
     "sglang": sglang,
     "vllm": vllm,
     "static": lambda table: Static(1),
@@ -216,7 +216,7 @@ def test_appendix_a() -> None:
         return int(admit(a, capacity(a, seconds))[0])
 
     def ours(c: np.ndarray) -> int:
-        scheduler = Synchronous(APPENDIX, **RULES)  # type: ignore[arg-type]
+        scheduler = Synchronous(APPENDIX, **RULES)
         return int(scheduler(c, count, scheduler.new_memory(1))[0])
 
     assert [paper(np.array([[0.8, c]])) for c in (0.9, 0.0)] == [0, 0]
@@ -244,7 +244,7 @@ def test_requests_without_history() -> None:
     """They count as sure in the engines' budgets, with the running mean in ours."""
     steep, count = tabulated(*(1 + 0.3 * k for k in range(30))), np.full(2, 3)
     low = np.full((2, 3), 0.2)
-    for scheduler, sent in ((sglang(steep), 3), (asynchronous(steep, **RULES), 0)):  # type: ignore[arg-type]
+    for scheduler, sent in ((sglang(steep), 3), (asynchronous(steep, **RULES), 0)):
         memory = scheduler.new_memory(2)
         for _ in range(60):
             scheduler(low, count, memory)
@@ -281,7 +281,7 @@ def additive(draft: float, token: float) -> AdditiveSteps:
 def test_drafting_stops_where_it_cannot_pay_and_is_tried_again(name: str) -> None:
     """One round in `probe_every`; when drafts get better or the load falls, it goes on."""
     make = Synchronous if name == "synchronous" else asynchronous
-    scheduler = make(additive(draft=0.5, token=0.2), **RULES)  # type: ignore[arg-type]
+    scheduler = make(additive(draft=0.5, token=0.2), **RULES)
     memory = scheduler.new_memory(8)
 
     def rounds(c: float, n: int) -> list[bool]:
@@ -300,7 +300,7 @@ def test_drafting_stops_where_it_cannot_pay_and_is_tried_again(name: str) -> Non
 
 
 def test_the_load_decides_at_once() -> None:
-    scheduler = Synchronous(additive(draft=0.5, token=0.05), **RULES)  # type: ignore[arg-type]
+    scheduler = Synchronous(additive(draft=0.5, token=0.05), **RULES)
     memory = scheduler.new_memory(32)
     for _ in range(10):
         scheduler(np.full((32, 4), 0.6), np.full(32, 4), memory)

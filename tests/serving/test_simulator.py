@@ -31,7 +31,7 @@ from dspec.serving.simulator import Load, Outcome, simulate
 from dspec.serving.step_table import AdditiveSteps, Floats, StepTable, TabulatedSteps
 from dspec.serving.traces import AnswerSource, FittedSource, Replay, Round, Trace, record
 
-RULES = {"min_yield": 0.05, "horizon": 16, "probe_every": 32}
+RULES: dict[str, Any] = {"min_yield": 0.05, "horizon": 16, "probe_every": 32}
 CLOSED = Load(max_in_flight=1, arrivals_per_second=None)
 
 
@@ -190,7 +190,7 @@ def test_verified_tokens_cost_time() -> None:
 
 def test_it_is_deterministic_by_seed() -> None:
     def outcome(seed: int) -> dict[str, Any]:
-        scheduler = asynchronous(machine(), **RULES)  # type: ignore[arg-type]
+        scheduler = asynchronous(machine(), **RULES)
         load = Load(max_in_flight=4, arrivals_per_second=0.2)
         return simulate(source(), scheduler, machine(), load, requests=9, prefill_seconds=0.1, seed=seed).to_dict()
 
@@ -255,8 +255,8 @@ def test_loads_that_are_refused(wrong: dict[str, Any]) -> None:
 
 def adaptive(table: StepTable) -> dict[str, Scheduler]:
     return {
-        "synchronous": Synchronous(table, **RULES),  # type: ignore[arg-type]
-        "asynchronous": asynchronous(table, **RULES),  # type: ignore[arg-type]
+        "synchronous": Synchronous(table, **RULES),
+        "asynchronous": asynchronous(table, **RULES),
     }
 
 
