@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel, require_causal
 from dspec.models.target_model import TargetModel
+from dspec.models.temperatures import Calibration
 from dspec.models.training_record import BLOCK_CAUSAL, FULL, TrainingRecord
+from dspec.serving import schedulers
+from dspec.serving.policies import ScheduledVerification
+from dspec.serving.step_table import StepTable, read_step_table
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
 Base = Callable[[], TargetModel]
@@ -91,22 +96,82 @@ def speculative(
 def _verification(
     draft: Draft, proposer: DraftProposer, threshold: float, *, sequential_head: bool
 ) -> VerificationPolicy:
-    """Which drafts are verified. Warns where the drafter's temperatures do not fit its way of drafting; raises
-    UserError for a threshold without a confidence head."""
+    """Which drafts are verified. Raises UserError for a threshold without a confidence head."""
     if threshold == 0:
         return VerifyAll()
-    calibration = draft.metadata.calibration
-    if calibration is not None and not proposer.plain:
-        warnings.warn(
-            f"STS temperatures were fitted with the sequential head on and without refinement; this decoder has "
-            f"sequential_head={sequential_head}, refinement_passes={proposer.refinement_passes}: they are "
-            "not used, confidences stay raw",
-            stacklevel=3,
-        )
-        calibration = None
+    calibration = _calibration(draft, proposer, sequential_head=sequential_head)
     if draft.confidence_head is None:
         raise UserError(f"confidence_threshold={threshold} reads a confidence head, which this drafter does not have")
     return ConfidenceThreshold(threshold, calibration=calibration)
+
+
+def _calibration(draft: Draft, proposer: DraftProposer, *, sequential_head: bool) -> Calibration | None:
+    """The drafter's temperatures; warns where they do not fit its way of drafting."""
+    if draft.metadata.calibration is None or proposer.plain:
+        return draft.metadata.calibration
+    warnings.warn(
+        f"STS temperatures were fitted with the sequential head on and without refinement; this decoder has "
+        f"sequential_head={sequential_head}, refinement_passes={proposer.refinement_passes}: they are "
+        "not used, confidences stay raw",
+        stacklevel=4,
+    )
+    return None
+
+
+def scheduled(
+    *,
+    label: str,
+    weights: str,
+    base: Base,
+    sequential_head: bool,
+    refinement_passes: int,
+    scheduler: str,
+    steps: str | None,
+    length: int,
+    threshold: float,
+    min_yield: float,
+    horizon: int,
+    probe_every: int,
+) -> DecoderSpec:
+    """Speculative decoding of which a scheduler verifies as much as pays, given what steps cost on this machine."""
+
+    def table() -> StepTable:
+        if steps is None:
+            raise UserError(
+                f"scheduler={scheduler} needs decoder.scheduled.steps=<sps.json>: measure one with "
+                "python -m eval.profile_steps, or take scheduler=static or threshold"
+            )
+        read = read_step_table(Path(steps).expanduser())
+        if len(read.probes) < 2:
+            raise UserError(f"{steps} has one probe, so it cannot say what a token costs: measure at several")
+        return read
+
+    rules: dict[str, Any] = {"min_yield": min_yield, "horizon": horizon, "probe_every": probe_every}
+    known: dict[str, Callable[[], schedulers.Scheduler]] = {
+        "synchronous": lambda: schedulers.Synchronous(table(), **rules),
+        "asynchronous": lambda: schedulers.asynchronous(table(), **rules),
+        "sglang": lambda: schedulers.sglang(table()),
+        "vllm": lambda: schedulers.vllm(table()),
+        "static": lambda: schedulers.Static(length),
+        "threshold": lambda: schedulers.Threshold(threshold),
+    }
+    if scheduler not in known:
+        raise UserError(f"decoder.scheduled.scheduler={scheduler} must be one of {', '.join(known)}")
+    chosen = known[scheduler]()
+
+    def build(*, target: TargetModel, draft: Draft | None) -> Decoder:
+        if draft is None:
+            raise UserError(
+                "decoder=scheduled needs a drafter: train one (recipe=dspark) or use decoder=autoregressive"
+            )
+        if chosen.reads_confidence and draft.confidence_head is None:
+            raise UserError(f"scheduler={scheduler} reads a confidence head, which this drafter does not have")
+        proposer = DraftProposer(draft, sequential_head=sequential_head, refinement_passes=refinement_passes)
+        used = _calibration(draft, proposer, sequential_head=sequential_head) if chosen.reads_confidence else None
+        policy = ScheduledVerification(chosen, calibration=used)
+        return Speculative(target=require_causal(target), proposer=proposer, policy=policy)
+
+    return replace(_spec(label, weights, base, build), needs_draft=True)
 
 
 def prompt_lookup(*, label: str, weights: str, base: Base, num_drafts: int, max_ngram: int) -> DecoderSpec:

@@ -19,6 +19,7 @@ LOWER = {
     "methods": ("models", "attention", "jacobi_forcing", "masked_diffusion"),
     "decoding": ("models", "attention"),
     "calibration": ("decoding", "models", "attention"),
+    "serving": ("decoding", "models", "attention"),
     "training": ("config", "calibration", "models", "attention"),
 }
 
@@ -82,6 +83,7 @@ def test_all_rooms_are_read() -> None:
         ("from ..methods import dflash", "dspec.decoding"),
         ("def f():\n    from dspec.methods import dflash", "dspec.config"),
         ("from dspec.training.parts import Data", "dspec.methods"),
+        ("from dspec.serving.scheduling import admit", "dspec.decoding"),
         ("from dspec.config.compose import instantiate", "dspec.jacobi_forcing"),
         ("assert x", "eval"),
         ("if hasattr(x, 'y'): pass", "data"),

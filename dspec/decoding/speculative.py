@@ -23,7 +23,7 @@ from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from dspec.spans import span
 
-_DRAFTER = "drafter"  # the proposer's part of the state
+_DRAFTER, _POLICY = "drafter", "policy"  # the proposer's and the policy's part of the state
 
 
 class Speculative:
@@ -51,6 +51,7 @@ class Speculative:
         state, features_BLF = prefill(self.target, requests, taps=self.proposer.tap_ids)
         with span("prefill"):
             state.parts[_DRAFTER] = self.proposer.start(features_BLF)
+        state.parts[_POLICY] = self.policy.new_memory(len(requests))
         return state
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -69,14 +70,7 @@ class Speculative:
         # 1. draft: J tokens after each row's anchor, of which the policy sends count_B[b] to verification
         J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]
         uniform_BU = None if samplings.greedy else state.streams.take(2 * J + 1)
-        proposal = self.proposer.propose(
-            memory,
-            [row.text for row in state.rows],
-            samplings=samplings,
-            uniform_BJ=None if uniform_BU is None else uniform_BU[:, :J],
-            confidence=self.record_confidence or self.policy.reads_confidence,
-        )
-        count_B = self.policy(proposal, [row.request.sampling for row in state.rows])
+        proposal, count_B = self._draft(state, None if uniform_BU is None else uniform_BU[:, :J])
         counts = count_B.tolist()
         sent = max(counts)  # the pass is as wide as the longest row's draft
         draft = proposal.tokens_BJ[:, :sent]
@@ -112,6 +106,21 @@ class Speculative:
         # 4. the proposer takes the target's features of the verified positions; those past a row's accepted drafts are
         # overwritten in the next round
         self.proposer.extend(memory, output.features_BLF[:, : max(lengths) + 1], starts)
+
+    def _draft(self, state: State, uniform_BJ: Tensor | None) -> tuple[Proposal, Tensor]:
+        """A proposal, and how much of it is verified [B]; where the policy drafts nothing, both are empty."""
+        memory = state.parts[_POLICY]
+        if not self.policy.drafts(memory):
+            proposal = Proposal.empty(len(state.rows), self.target.device)
+            return proposal, proposal.count_B
+        proposal = self.proposer.propose(
+            state.parts[_DRAFTER],
+            [row.text for row in state.rows],
+            samplings=state.samplings,
+            uniform_BJ=uniform_BJ,
+            confidence=self.record_confidence or self.policy.reads_confidence,
+        )
+        return proposal, self.policy(proposal, [row.request.sampling for row in state.rows], memory)
 
     def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[tuple[float, ...]]:
         if proposal.confidence_BJ is None or not self.record_confidence:

@@ -83,6 +83,16 @@ class PerRow(list[T], Generic[T]):
         self += other
 
 
+class NoMemory:
+    """The StatePart of what remembers nothing."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        pass
+
+    def join(self, other: "NoMemory") -> None:
+        pass
+
+
 @dataclass
 class State:
     """The requests in flight and everything held for them: row b of every part belongs to rows[b]."""

@@ -1,5 +1,5 @@
 """Lossless verification of drafts, and how much of each draft is verified: all of it, or the leading slots in which the
-drafter is confident.
+drafter is confident. Policies that weigh the load of all requests are in dspec/serving/.
 
 Legend: B = rows, J = draft slots, V = vocabulary.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspec.decoding.proposers import Proposal
 from dspec.decoding.sampling import Sampling, draw
+from dspec.decoding.state import NoMemory, StatePart
 from dspec.errors import UserError
 from dspec.models.temperatures import Calibration, calibrated_confidence
 
@@ -20,43 +21,58 @@ from dspec.models.temperatures import Calibration, calibrated_confidence
 class VerificationPolicy(Protocol):
     """How many leading drafts [B] of a proposal are sent to verification.
 
-    The output distribution is the target's only if the decision to verify slot k depends on tokens before k alone.
+    The output distribution is the target's only if the decision to verify slot k depends on tokens before k alone, and
+    on earlier rounds: what it must remember of those is its `memory`, which the state of the decoder holds.
     """
 
     reads_confidence: bool
 
-    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor: ...
+    def new_memory(self, requests: int) -> StatePart:
+        """For requests that have just begun."""
+        ...
+
+    def drafts(self, memory: Any) -> bool:
+        """Whether this round drafts at all; where it does not, the policy is not called."""
+        ...
+
+    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling], memory: Any) -> Tensor: ...
 
     def settings(self, sampling: Sampling) -> dict[str, Any]: ...
 
 
-class VerifyAll:
+class _Memoryless:
+    """Drafts in every round and remembers nothing."""
+
+    def new_memory(self, requests: int) -> NoMemory:
+        return NoMemory()
+
+    def drafts(self, memory: NoMemory) -> bool:
+        return True
+
+
+class VerifyAll(_Memoryless):
     """Verifies every draft."""
 
     reads_confidence = False
 
-    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor:
+    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling], memory: NoMemory) -> Tensor:
         return proposal.count_B
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         return {"confidence_threshold": 0.0}
 
 
-class ConfidenceThreshold:
-    """Verifies the leading slots whose confidence reaches a threshold; slot k's confidence depends only on draft tokens
-    before k."""
+class CalibratedConfidence:
+    """A drafter's confidences [B, J] of a proposal."""
 
-    reads_confidence = True
-
-    def __init__(self, threshold: float, *, calibration: Calibration | None) -> None:
+    def __init__(self, calibration: Calibration | None) -> None:
         """`calibration` applies to requests with the sampling that it was fitted for; for others confidences stay raw,
         with a warning that names both samplings."""
-        if not 0 < threshold < 1:
-            raise UserError(f"decoder.<name>.confidence_threshold={threshold} must lie in (0, 1); 0 verifies all")
-        self.threshold, self.calibration = threshold, calibration
+        self.calibration = calibration
         self._refused: set[Sampling] = set()  # warned about once
 
-    def _calibrated(self, sampling: Sampling) -> bool:
+    def calibrated(self, sampling: Sampling) -> bool:
+        """Whether the temperatures apply to requests with this sampling."""
         c = self.calibration
         if c is None or c.applies_to(sampling.temperature, sampling.top_p):
             return c is not None
@@ -70,20 +86,35 @@ class ConfidenceThreshold:
         )
         return False
 
-    def settings(self, sampling: Sampling) -> dict[str, Any]:
-        return {"confidence_threshold": self.threshold, "sts": self._calibrated(sampling)}
-
     def __call__(self, proposal: Proposal, samplings: Sequence[Sampling]) -> Tensor:
         logits = proposal.confidence_BJ
         if logits is None:
-            raise UserError("decoder.<name>.confidence_threshold needs a drafter with a confidence head")
+            raise UserError("verification by confidence needs a drafter with a confidence head")
         confidence = torch.sigmoid(logits)
         if self.calibration is not None:
-            fitted = [self._calibrated(sampling) for sampling in samplings]
+            fitted = [self.calibrated(sampling) for sampling in samplings]
             temperatures = torch.tensor(self.calibration.temperatures, dtype=logits.dtype)
             calibrated = calibrated_confidence(logits, temperatures)
             confidence = torch.where(torch.tensor(fitted, device=logits.device)[:, None], calibrated, confidence)
-        sure: Tensor = confidence >= self.threshold
+        return confidence
+
+
+class ConfidenceThreshold(_Memoryless):
+    """Verifies the leading slots whose confidence reaches a threshold; slot k's confidence depends only on draft tokens
+    before k."""
+
+    reads_confidence = True
+
+    def __init__(self, threshold: float, *, calibration: Calibration | None) -> None:
+        if not 0 < threshold < 1:
+            raise UserError(f"decoder.<name>.confidence_threshold={threshold} must lie in (0, 1); 0 verifies all")
+        self.threshold, self.confidence = threshold, CalibratedConfidence(calibration)
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        return {"confidence_threshold": self.threshold, "sts": self.confidence.calibrated(sampling)}
+
+    def __call__(self, proposal: Proposal, samplings: Sequence[Sampling], memory: NoMemory) -> Tensor:
+        sure: Tensor = self.confidence(proposal, samplings) >= self.threshold
         return torch.minimum(proposal.count_B, sure.long().cumprod(1).sum(1))
 
 

@@ -2,7 +2,8 @@
 
 anchor_first is written as DeepSpec writes it (flat keys, `Qwen3DSparkModel`, copies of the target's embeddings and
 head included), fill_in as z-lab writes it (`DFlashDraftModel`, `dflash_config`, no copies). What is specific to dspec
-is under the one extra key "dspec": layout, STS temperatures, prompt policy. Both can be read with or without it.
+is under the one extra key "dspec": layout, STS temperatures, prompt policy. Both can be read with or without it. Fitted
+temperatures also stand in sts.json, as SGLang reads and writes them; where both are, that file counts.
 """
 
 import json
@@ -20,7 +21,7 @@ from dspec.atomic import atomic_folder, restore
 from dspec.errors import UserError
 from dspec.models.draft import Draft, DraftConfig, DraftMetadata
 from dspec.models.language_model import LanguageModel
-from dspec.models.temperatures import Calibration
+from dspec.models.temperatures import STS_FILE, Calibration, read_sts
 
 DEEPSPEC, ZLAB = "Qwen3DSparkModel", "DFlashDraftModel"
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
@@ -54,6 +55,8 @@ def save_pretrained(draft: Draft, folder: Path, *, card: str) -> None:
         except SafetensorError as error:  # safetensors wraps the OSError of a full disk
             raise OSError(str(error)) from error
         (scratch / "README.md").write_text(card, encoding="utf-8")
+        if (calibration := draft.metadata.calibration) is not None:
+            (scratch / STS_FILE).write_text(json.dumps(calibration.to_sts(), indent=2) + "\n", encoding="utf-8")
 
 
 def config_dict(draft: Draft) -> dict[str, Any]:
@@ -133,16 +136,14 @@ def _metadata(raw: dict[str, Any], config: DraftConfig, folder: Path) -> DraftMe
 
 
 def _calibration(stored: dict[str, Any] | None, config: DraftConfig, folder: Path) -> Calibration | None:
-    if not stored:
-        return None
+    sts = folder / STS_FILE
+    where = sts if sts.is_file() else folder / "config.json"
     try:
-        calibration = Calibration.from_dict(stored)
+        calibration = read_sts(sts) if where == sts else Calibration.from_dict(stored) if stored else None
     except (TypeError, ValueError) as error:
-        raise UserError(f"{folder}/config.json holds no valid calibration ({error}); calibrate again") from error
-    if (fitted := len(calibration.temperatures)) != config.num_drafts:
-        raise UserError(
-            f"{folder}/config.json holds {fitted} STS temperatures for {config.num_drafts} drafts; calibrate again"
-        )
+        raise UserError(f"{where} holds no valid calibration ({error}); calibrate again") from error
+    if calibration is not None and (fitted := len(calibration.temperatures)) != config.num_drafts:
+        raise UserError(f"{where} holds {fitted} STS temperatures for {config.num_drafts} drafts; calibrate again")
     return calibration
 
 

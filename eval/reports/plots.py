@@ -7,7 +7,7 @@ numbers come from. Colours are Okabe and Ito's, which are colour-blind safe, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -279,6 +279,28 @@ def plot_costs(verify: Sequence[Mapping[str, Any]], draft: Sequence[Mapping[str,
             axes.set_xticks(sorted({line["tokens"] for line in lines}), minor=False)
             axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
             axes.legend(title="dashed: attention" if "attention" in parts else None)
+        _save(figure, path)
+
+
+def plot_steps(
+    points: Mapping[tuple[int, int], float], fitted: Callable[[int, Sequence[int]], Iterable[float]], path: Path
+) -> None:
+    """Milliseconds of a step against the tokens that it verifies: a line for each number of requests, measured at
+    (requests, drafts verified of each) and `fitted(requests, tokens)` in seconds; hollow: steps that do not draft."""
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 4.2)
+        axes = figure.add_subplot()
+        for R, (colour, dash, marker) in zip(sorted({R for R, _ in points}), _looks(), strict=False):
+            drafted = sorted((R * (1 + n), 1000 * t) for (r, n), t in points.items() if r == R and n)
+            tokens = [m for m, _ in drafted]
+            axes.plot(tokens, [t for _, t in drafted], color=colour, marker=marker, ms=5, ls="", label=f"{R}")
+            axes.plot(tokens, [1000 * t for t in fitted(R, tokens)], color=colour, ls=dash, lw=1.4)
+            axes.plot(R, 1000 * points[R, 0], color=colour, marker=marker, ms=6, mfc="white", ls="")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+        axes.set(title="Time of a step", xlabel="tokens verified (hollow: nothing drafted)", ylabel="milliseconds")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="requests; lines: fit")
         _save(figure, path)
 
 

@@ -4,9 +4,11 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dspec.calibration.sts import (
     Traces,
@@ -16,7 +18,7 @@ from dspec.calibration.sts import (
     fit_sts,
     temperature_grid,
 )
-from dspec.models.temperatures import calibrated_confidence
+from dspec.models.temperatures import calibrated_confidence, read_sts
 
 BINS = 20
 TRUE = torch.tensor([1.5, 0.5, 2.5, 0.8, 1.25, 2.0, 0.6], dtype=torch.float64)
@@ -77,6 +79,20 @@ def test_recovers_every_temperature(seed: int) -> None:
     true_T = TRUE[torch.randperm(len(TRUE), generator=torch.Generator().manual_seed(100 + seed))]
     fitted = fit_sts(simulate(seed, true_T), grid=GRID, bins=BINS)
     assert (fitted / true_T - 1).abs().max() < 0.10, (fitted, true_T)
+
+
+def test_fit_is_sglangs_to_the_last_digit() -> None:
+    """Its grid, bins and traces; the temperatures that its own fit wrote."""
+    golden = Path(__file__).parent.parent / "golden" / "sts"
+    shards, written = load_file(golden / "traces.safetensors"), json.loads((golden / "sts.json").read_text())
+    accepted = shards["prefix_mask"].long().sum(1)
+    logits = shards["logits"].double()
+    traces = Traces(logits, accepted, torch.full_like(accepted, logits.shape[1]))
+    fitted = fit_sts(traces, grid=torch.logspace(-1, 1, 41).double(), bins=15)
+    assert fitted.tolist() == written["temperatures"] == list(read_sts(golden / "sts.json").temperatures)
+    slots = calibration_report(traces, fitted, bins=15)["slots"]
+    for when in ("before", "after"):
+        assert [slot[f"ece_{when}"] for slot in slots] == pytest.approx(written[f"ece_{when}"], abs=1e-6)
 
 
 def test_report_on_held_out_rounds() -> None:

@@ -135,6 +135,7 @@ COMPOSED: list[tuple[str, list[str]]] = [
     *[("train", ["benchmark=tiny", choice]) for group in ("target", "data", "logger") for choice in CHOICES[group]],
     ("eval", [f"{g}=[{','.join(c.partition('=')[2] for c in CHOICES[g])}]" for g in ("decoder", "benchmark")]),
     ("speed", []),
+    ("profile_steps", []),
     ("search", ["recipe=sweeps/jacobi_config"]),
 ]
 UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x", "recipe=d2f": "target.path=x"}

@@ -151,7 +151,7 @@ def test_each_row_is_calibrated_by_its_own_sampling() -> None:
     logits = torch.full((2, 2), 0.3, dtype=torch.float64)
     proposal = Proposal(torch.zeros(2, 2, dtype=torch.long), torch.tensor([2, 2]), confidence_BJ=logits)
     with pytest.warns(UserWarning, match="not used"):
-        counts = policy(proposal, [SAMPLINGS[0], SAMPLINGS[1]])
+        counts = policy(proposal, [SAMPLINGS[0], SAMPLINGS[1]], policy.new_memory(2))
     assert counts.tolist() == [0, 1]  # raw: sigmoid(0.3) = 0.57; calibrated: sigmoid(1.5), then sigmoid(0.06)
 
 

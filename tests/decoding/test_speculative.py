@@ -268,7 +268,7 @@ def test_threshold_cuts_at_the_first_slot_that_is_not_sure(toys: SimpleNamespace
         fitted = None if scale is None else Calibration(scale, WARM.temperature, WARM.top_p)
         policy = ConfidenceThreshold(0.6, calibration=fitted)
         proposal = Proposal(torch.zeros(200, 4, dtype=torch.long), counts.clone(), confidence_BJ=logits)
-        sent = policy(proposal, [WARM] * 200).tolist()
+        sent = policy(proposal, [WARM] * 200, policy.new_memory(200)).tolist()
         for row, count, got in zip(logits.tolist(), counts.tolist(), sent, strict=True):
             sure = [1 / (1 + math.exp(-z / t)) >= 0.6 for z, t in zip(row, scale or (1,) * 4, strict=True)]
             assert got == next((k for k in range(count) if not sure[k]), count)
@@ -321,7 +321,7 @@ def test_calibration_is_used_for_the_drafts_it_was_fitted_on(
     with warns:
         decoder = toys.build_decoder("speculative", target=target, draft=draft, **build)
     assert isinstance(decoder, Speculative)
-    assert decoder.policy.calibration == (draft.metadata.calibration if fitted else None)
+    assert decoder.policy.confidence.calibration == (draft.metadata.calibration if fitted else None)
     assert decoder.settings(toys.GREEDY)["sts"] is fitted
     with warnings.catch_warnings():  # nothing is used, nothing is said
         warnings.simplefilter("error")

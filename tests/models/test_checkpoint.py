@@ -62,7 +62,8 @@ def test_round_trip(
         made.metadata.calibration = Calibration(temperatures=(0.5, 1.0, 1.5, 2.0), temperature=1.0, top_p=0.95)
     made.metadata.prompt_policy = {"template": "chat", "thinking": False}
     save_pretrained(made, tmp_path / "draft", card="# a card\n")
-    assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    files = ["README.md", "config.json", "model.safetensors"] + ["sts.json"] * confidence
+    assert sorted(p.name for p in (tmp_path / "draft").iterdir()) == files
     assert (tmp_path / "draft" / "README.md").read_text() == "# a card\n"
     read = from_pretrained(tmp_path / "draft", target=target)
     assert read.config.target_layer_ids == (2, 0)
@@ -215,6 +216,33 @@ def test_configs_that_do_not_fit(pair: tuple[LanguageModel, Path], change: dict[
     target, folder = pair
     _edit(folder, **change)
     _refused(folder, target, words)
+
+
+def test_temperatures_of_another_engine(pair: tuple[LanguageModel, Path]) -> None:
+    """sts.json as SGLang writes it counts, whatever config.json says; one that does not fit is refused."""
+    target, folder = pair
+    sts = {
+        "temperatures": [0.5, 1, 2.0, 1.5],
+        "dataset": "d",
+        "num_samples": 3,
+        "ece_before": [0.1],
+        "ece_after": [0.0],
+    }
+    _edit(
+        folder,
+        dspec={"layout": "anchor_first", "calibration": {"temperatures": [1.0] * 4, "temperature": 0.7, "top_p": 1}},
+    )
+    (folder / "sts.json").write_text(json.dumps(sts))
+    assert from_pretrained(folder, target=target).metadata.calibration == Calibration((0.5, 1.0, 2.0, 1.5), 1.0, 1.0)
+    for content, words in [
+        ('{"temperatures": [1.0]}', "sts.json holds 1 STS temperatures for 4 drafts"),
+        ('{"temperatures": [0.0, 1, 1, 1]}', "sts.json holds no STS temperatures .*positive"),
+        ('{"dataset": "d"}', "sts.json holds no STS temperatures"),
+        ("[1.0]", "sts.json holds no STS temperatures"),
+        ("{", "sts.json holds no STS temperatures"),
+    ]:
+        (folder / "sts.json").write_text(content)
+        _refused(folder, target, words)
 
 
 def test_tensors_that_do_not_fit(pair: tuple[LanguageModel, Path], toys: SimpleNamespace) -> None:

@@ -23,6 +23,14 @@ def test_calibration_round_trip() -> None:
     assert [calibration.applies_to(*setting) for setting in settings] == [True, False, False]
 
 
+def test_sts_round_trip() -> None:
+    calibration = Calibration((1.5, 0.5), temperature=0.8, top_p=0.95)
+    stored = json.loads(json.dumps(calibration.to_sts()))
+    assert Calibration.from_sts(stored) == calibration
+    assert stored["temperatures"] == [1.5, 0.5]
+    assert Calibration.from_sts({"temperatures": [2.0], "dataset": "x"}) == Calibration((2.0,), 1.0, 1.0)
+
+
 ERRORS: list[tuple[str, Callable[[], object]]] = [
     ("must be positive", lambda: Calibration((), temperature=1.0, top_p=1.0)),
     ("must be positive", lambda: Calibration((1.0, math.nan), temperature=1.0, top_p=1.0)),
