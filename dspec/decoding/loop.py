@@ -14,6 +14,7 @@ from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import Row, State
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
+from dspec.models.ragged import RaggedRows
 from dspec.models.target_model import TargetModel
 from dspec.spans import span
 
@@ -106,23 +107,21 @@ def check_requests(model: TargetModel, requests: Sequence[Request], *, any_order
 def prefill(
     model: LanguageModel, requests: Sequence[Request], *, taps: Sequence[int] = ()
 ) -> tuple[State, torch.Tensor]:
-    """One pass over right-padded prompts that commits each row's first token; returns state and features [B, L, F]."""
-    lengths = torch.tensor([len(r.ids) for r in requests])
-    ids = torch.zeros(len(requests), int(lengths.max()), dtype=torch.long)
-    for row, request in zip(ids, requests, strict=True):
-        row[: len(request.ids)] = torch.tensor(request.ids)
+    """One pass over the packed prompts that commits each row's first token; returns state and features [B, L, F],
+    padded on the right."""
+    prompts = RaggedRows([len(r.ids) for r in requests], model.device)
+    ids_1N = torch.tensor([[token for r in requests for token in r.ids]], device=model.device)
     state = State(
         rows=[Row(request, list(request.ids), Generation()) for request in requests],
         cache=model.new_cache(),
         streams=Streams([r.seed for r in requests], model.device),
     )
     with span("prefill"):
-        output = model(ids.to(model.device), cache=state.cache, taps=taps)
-        last = output.hidden_BLD[torch.arange(len(requests)), lengths - 1]
-        first = next_tokens(model.logits(last), state)
+        output = model.packed(ids_1N, prompts, cache=state.cache, taps=taps)
+        first = next_tokens(model.logits(output.hidden_BLD[0, prompts.last]), state)
     for row, token in zip(state.rows, first, strict=True):
-        row.generation.passes.append(Pass("prefill", row.commit([token]), positions=ids.shape[1]))
-    return state, output.features_BLF
+        row.generation.passes.append(Pass("prefill", row.commit([token]), positions=len(row.request.ids)))
+    return state, prompts.unpack(output.features_BLF)
 
 
 def next_tokens(logits_BV: torch.Tensor, state: State) -> list[int]:

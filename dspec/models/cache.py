@@ -6,7 +6,7 @@ overwrites them, and no mask lets a query see past it. So a batch computes what 
 nor left padding. For plain text the slot is the position; where several tokens share a position (parallel candidates)
 or positions are not contiguous, slots are in order of computation.
 
-Legend: B = batch, H = key/value heads, C = capacity, L = new slots, W = head width.
+Legend: B = batch, H = key/value heads, C = capacity, L = new slots, N = new slots of all packed rows, W = head width.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from dspec.models.ragged import RaggedRows
 
 _CHUNK = 256  # the buffers grow in steps of this many slots
 
@@ -25,11 +27,10 @@ class Layer:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def room(self, key: Tensor, value: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """The buffers with at least `needed` slots; shapes and dtype are those of `key` and `value` [B, H, L, W]."""
+    def room(self, key: Tensor, value: Tensor, *, rows: int, needed: int) -> tuple[Tensor, Tensor]:
+        """The buffers of `rows` rows with at least `needed` slots, else like `key` and `value` [..., H, L, W]."""
         if self.keys is None or self.values is None:
-            (batch, heads, _, width), last = key.shape, value.shape[-1]
-            self.keys, self.values = key.new_zeros(batch, heads, 0, width), value.new_zeros(batch, heads, 0, last)
+            self.keys, self.values = (x.new_zeros(rows, x.shape[1], 0, x.shape[3]) for x in (key, value))
         if needed > (capacity := self.keys.shape[2]):
             self.grow(-(-max(needed - capacity, capacity // 2) // _CHUNK) * _CHUNK)
         return self.keys, self.values
@@ -73,7 +74,7 @@ class Window:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Writes [B, H, L, W]; returns views [B, H, end, W] of the layer's buffers."""
-        keys, values = self._layers[layer].room(key, value, self.end)
+        keys, values = self._layers[layer].room(key, value, rows=len(key), needed=self.end)
         if self._rows is None:
             keys[:, :, self.first : self.end] = key
             values[:, :, self.first : self.end] = value
@@ -81,6 +82,24 @@ class Window:
             b, slot = self._rows
             keys[b, :, slot] = key.transpose(1, 2)
             values[b, :, slot] = value.transpose(1, 2)
+        return keys[:, :, : self.end], values[:, :, : self.end]
+
+
+class PackedWindow:
+    """`Window` for rows of different lengths that are packed in one: row b writes slots start_B[b] ..
+    start_B[b] + lengths[b] - 1."""
+
+    def __init__(self, layers: Sequence[Layer], start_B: Sequence[int], rows: RaggedRows) -> None:
+        self._layers, self._batch = layers, len(start_B)
+        self.end = max(start + length for start, length in zip(start_B, rows.lengths, strict=True))
+        self._row_N, index_N = rows.places
+        self.slot_N = torch.tensor(start_B, device=index_N.device)[self._row_N] + index_N
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Writes [1, H, N, W]; returns views [B, H, end, W] of the layer's buffers."""
+        keys, values = self._layers[layer].room(key, value, rows=self._batch, needed=self.end)
+        keys[self._row_N, :, self.slot_N] = key[0].transpose(0, 1)
+        values[self._row_N, :, self.slot_N] = value[0].transpose(0, 1)
         return keys[:, :, : self.end], values[:, :, : self.end]
 
 
@@ -93,6 +112,10 @@ class PositionCache:
     def window(self, start_B: Sequence[int], length: int) -> Window:
         """The window of a forward pass that computes `length` slots from start_B[b] on in row b."""
         return Window(self.layers, start_B, length)
+
+    def packed_window(self, start_B: Sequence[int], rows: RaggedRows) -> PackedWindow:
+        """The window of a forward pass over packed rows: lengths[b] slots from start_B[b] on in row b."""
+        return PackedWindow(self.layers, start_B, rows)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keeps the rows with these indices, in that order."""
@@ -129,5 +152,5 @@ class PositionCache:
         for layer, (key, value) in zip(self.layers, entries, strict=True):
             if layer.keys is None:
                 raise ValueError("a cache can be written to only after a pass has")
-            keys, values = layer.room(key[None], value[None], end)
+            keys, values = layer.room(key[None], value[None], rows=len(layer.keys), needed=end)
             keys[row, :, first:end], values[row, :, first:end] = key, value
