@@ -19,6 +19,7 @@ LOWER = {
     "methods": ("models", "attention", "jacobi_forcing", "masked_diffusion"),
     "decoding": ("models", "attention"),
     "calibration": ("decoding", "models", "attention"),
+    "serving": ("decoding", "models", "attention"),
     "training": ("config", "calibration", "models", "attention"),
 }
 
