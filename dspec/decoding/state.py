@@ -127,6 +127,9 @@ class State:
         staying = [i for i, row in enumerate(self.rows) if all(row is not other for other in leaving)]
         if (count := len(staying)) == len(self.rows):
             return
+        if not staying:  # what is held for them goes when others join, or with the state
+            self.rows = []
+            return
         kept, last = {i for i in staying if i < count}, [i for i in staying if i >= count]
         self.select([i if i in kept else last.pop() for i in range(count)])
 

@@ -44,9 +44,11 @@ class Layer:
         """Rows and slots that the buffers have room for."""
         return (0, 0) if self._buffers is None else (self._buffers[0].shape[0], self._buffers[0].shape[2])
 
-    def room(self, key: Tensor, value: Tensor, *, rows: int, needed: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `rows` rows with at least `needed` slots, else like `key` and `value` [..., H, L, W]."""
+    def room(self, key: Tensor, value: Tensor, needed: int, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values with at least `needed` slots; shapes and dtype are those of `key` and `value` [B, H, L, W],
+        or [1, H, N, W] where `rows` says how many rows are packed in it."""
         if self._buffers is None:
+            rows = len(key) if rows is None else rows
             keys, values = (x.new_zeros(rows, x.shape[1], 0, x.shape[3]) for x in (key, value))
             self._buffers, self.rows = (keys, values), rows
         capacity = self.shape[1]
@@ -129,7 +131,7 @@ class Window:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Writes [B, H, L, W]; returns views [B, H, end, W] of the layer's buffers."""
-        keys, values = self._layers[layer].room(key, value, rows=len(key), needed=self.end)
+        keys, values = self._layers[layer].room(key, value, self.end)
         if self._rows is None:
             keys[:, :, self.first : self.end] = key
             values[:, :, self.first : self.end] = value
@@ -152,7 +154,7 @@ class PackedWindow:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Writes [1, H, N, W]; returns views [B, H, end, W] of the layer's buffers."""
-        keys, values = self._layers[layer].room(key, value, rows=self._batch, needed=self.end)
+        keys, values = self._layers[layer].room(key, value, self.end, rows=self._batch)
         keys[self._row_N, :, self.slot_N] = key[0].transpose(0, 1)
         values[self._row_N, :, self.slot_N] = value[0].transpose(0, 1)
         return keys[:, :, : self.end], values[:, :, : self.end]
@@ -217,5 +219,5 @@ class PositionCache:
         for layer, (key, value) in zip(self.layers, entries, strict=True):
             if layer.keys is None:
                 raise ValueError("a cache can be written to only after a pass has")
-            keys, values = layer.room(key[None], value[None], rows=len(layer.keys), needed=end)
+            keys, values = layer.room(key[None], value[None], end)
             keys[row, :, first:end], values[row, :, first:end] = key, value
