@@ -273,17 +273,26 @@ def build(
 
 
 def build_causal(
-    start_B: Sequence[int], *, queries: int, device: torch.device, additive_dtype: torch.dtype | None
+    start_B: Sequence[int],
+    *,
+    queries: int,
+    device: torch.device,
+    additive_dtype: torch.dtype | None,
+    keys: int | None = None,
 ) -> Mask:
     """`causal` in its cheapest form: None for a single query of a single row, CAUSAL if all rows start at slot 0
-    (nothing past a row's end is ever read), else as in `build`."""
+    (nothing past a row's end is ever read), else as in `build`. `keys` None: all up to the last query's own."""
     if not any(start_B):
         return CAUSAL
     if queries == len(start_B) == 1:
         return None
-    start, keys = torch.tensor(start_B, device=device), max(start_B) + queries
     return build(
-        causal(start), batch=len(start_B), queries=queries, keys=keys, device=device, additive_dtype=additive_dtype
+        causal(torch.tensor(start_B, device=device)),
+        batch=len(start_B),
+        queries=queries,
+        keys=max(start_B) + queries if keys is None else keys,
+        device=device,
+        additive_dtype=additive_dtype,
     )
 
 

@@ -14,6 +14,7 @@ from dspec.decoding.sampling import Sampling, Streams, draw
 from dspec.decoding.state import Row, State
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
+from dspec.models.ragged import RaggedRows
 from dspec.models.target_model import TargetModel
 from dspec.spans import span
 
@@ -35,7 +36,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, state: State) -> None:
-        """One forward pass of the target for all rows; finished rows stay in the batch, their output is ignored."""
+        """One forward pass of the target for all rows; rows that have finished stay, their output is ignored."""
         ...
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
@@ -54,8 +55,8 @@ def decode(
     """The generations of `requests`, in order. `observe` is called with the state before each step.
 
     At most `in_flight` requests are decoded at a time (None: all); the next ones join as others finish (continuous
-    batching). It bounds the memory of the caches; a scheduler of served requests joins and drops rows in the same way,
-    and tests use it to check that this changes no output.
+    batching). It bounds the memory of the caches; dspec/serving/engine.py joins and drops rows in the same way, and
+    tests use it to check that this changes no output.
 
     Raises UserError for an empty list, a request that the decoder cannot take (before any is decoded), or
     in_flight < 1.
@@ -70,15 +71,12 @@ def decode(
     state = decoder.start(requests[:room])
     generations, waiting = [row.generation for row in state.rows], list(requests[room:])
     while True:
-        state.drop_finished(at_once=bool(waiting))
+        state.drop_finished()
         if waiting and (free := room - len(state.rows)) > 0:
             joined = decoder.start(waiting[:free])
             del waiting[:free]
             generations += [row.generation for row in joined.rows]
-            if state.rows:
-                state.join(joined)
-            else:
-                state = joined
+            state.join(joined)
             continue
         if not state.rows:
             return generations
@@ -88,13 +86,21 @@ def decode(
 
 
 def check_requests(model: TargetModel, requests: Sequence[Request], *, any_order: bool = False) -> None:
-    """Raises UserError for an empty prompt, one that does not fit the context, or max_new_tokens < 1; also for a
-    request with positions, unless the decoder generates tokens in `any_order`."""
+    """Raises UserError for an empty prompt, one that does not fit the context, token ids or seeds out of range, or
+    max_new_tokens < 1; also for a request with positions, unless the decoder generates tokens in `any_order`."""
+    vocab = model.embed_tokens.num_embeddings
     for i, request in enumerate(requests):
         if request.max_new_tokens < 1:
             raise UserError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
         if not request.ids:
             raise UserError(f"prompt {i} is empty: every prompt needs at least one token")
+        if not 0 <= min(request.ids) <= max(request.ids) < vocab:
+            raise UserError(
+                f"prompt {i} has token ids {min(request.ids)} to {max(request.ids)}, but those of {model.name!r} are "
+                f"0 to {vocab - 1}: encode it with this model's tokenizer"
+            )
+        if not -(2**63) <= request.seed < 2**64:
+            raise UserError(f"seed={request.seed} of request {i} must fit in 64 bits")
         if request.positions is not None and not any_order:
             raise UserError(
                 f"request {i} names the positions of its tokens, but this decoder writes from left to right: "
@@ -106,23 +112,21 @@ def check_requests(model: TargetModel, requests: Sequence[Request], *, any_order
 def prefill(
     model: LanguageModel, requests: Sequence[Request], *, taps: Sequence[int] = ()
 ) -> tuple[State, torch.Tensor]:
-    """One pass over right-padded prompts that commits each row's first token; returns state and features [B, L, F]."""
-    lengths = torch.tensor([len(r.ids) for r in requests])
-    ids = torch.zeros(len(requests), int(lengths.max()), dtype=torch.long)
-    for row, request in zip(ids, requests, strict=True):
-        row[: len(request.ids)] = torch.tensor(request.ids)
+    """One pass over the packed prompts that commits each row's first token; returns state and features [B, L, F],
+    padded on the right."""
+    prompts = RaggedRows([len(r.ids) for r in requests], model.device)
+    ids_1N = torch.tensor([[token for r in requests for token in r.ids]], device=model.device)
     state = State(
         rows=[Row(request, list(request.ids), Generation()) for request in requests],
         cache=model.new_cache(),
         streams=Streams([r.seed for r in requests], model.device),
     )
     with span("prefill"):
-        output = model(ids.to(model.device), cache=state.cache, taps=taps)
-        last = output.hidden_BLD[torch.arange(len(requests)), lengths - 1]
-        first = next_tokens(model.logits(last), state)
+        output = model.packed(ids_1N, prompts, cache=state.cache, taps=taps)
+        first = next_tokens(model.logits(output.hidden_BLD[0, prompts.last]), state)
     for row, token in zip(state.rows, first, strict=True):
-        row.generation.passes.append(Pass("prefill", row.commit([token]), positions=ids.shape[1]))
-    return state, output.features_BLF
+        row.generation.passes.append(Pass("prefill", row.commit([token]), positions=len(row.request.ids)))
+    return state, prompts.unpack(output.features_BLF)
 
 
 def next_tokens(logits_BV: torch.Tensor, state: State) -> list[int]:

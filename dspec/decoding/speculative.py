@@ -21,6 +21,7 @@ from dspec.decoding.state import State
 from dspec.decoding.verification import VerificationPolicy, verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
+from dspec.models.ragged import RaggedRows
 from dspec.spans import span
 
 _DRAFTER, _POLICY = "drafter", "policy"  # the proposer's and the policy's part of the state
@@ -72,24 +73,24 @@ class Speculative:
         uniform_BU = None if samplings.greedy else state.streams.take(2 * J + 1)
         proposal, count_B = self._draft(state, None if uniform_BU is None else uniform_BU[:, :J])
         counts = count_B.tolist()
-        sent = max(counts)  # the pass is as wide as the longest row's draft
+        sent = max(counts)
         draft = proposal.tokens_BJ[:, :sent]
 
-        # 2. verify: anchor and drafts in one pass of the target
+        # 2. verify: anchor and drafts in one pass of the target, which computes counts[b] + 1 positions of row b
         anchor, starts = torch.tensor([row.text[-1] for row in state.rows], device=draft.device)[:, None], state.starts
+        verified = RaggedRows([count + 1 for count in counts], draft.device)
         with span("target"):
-            output = self.target(
-                torch.cat([anchor, draft], 1), start_B=starts, cache=state.cache, taps=self.proposer.tap_ids
-            )
+            ids_1N = verified.pack(torch.cat([anchor, draft], 1))
+            output = self.target.packed(ids_1N, verified, start_B=starts, cache=state.cache, taps=self.proposer.tap_ids)
         with span("target LM head"):
-            logits = self.target.logits(output.hidden_BLD)
+            logits_1NV = self.target.logits(output.hidden_BLD)
         with span("sampling"):
             if uniform_BU is None:
-                accepted, bonus_token = verify_greedy(draft, count_B, logits)
+                accepted, bonus_token = verify_greedy(draft, count_B, verified.unpack(logits_1NV))
             else:
                 probs = None if proposal.probs_BJV is None else proposal.probs_BJV[:, :sent]
                 uniforms = uniform_BU[:, J : J + sent], uniform_BU[:, 2 * J]
-                accepted, bonus_token = _verify_sampled(draft, count_B, probs, logits, samplings, *uniforms)
+                accepted, bonus_token = _verify_sampled(draft, counts, probs, logits_1NV, samplings, *uniforms)
 
         # 3. commit: the accepted drafts and the bonus token
         with span("bookkeeping"):
@@ -97,15 +98,15 @@ class Speculative:
             confidence = self._recorded(proposal, counts)
             for i, (row, token) in enumerate(zip(state.rows, bonus_token.tolist(), strict=True)):
                 if row.done:
-                    row.generation.idle_positions += sent + 1
+                    row.generation.idle_positions += counts[i] + 1
                     continue
                 row.generation.passes += [Pass("draft")] * proposal.passes
                 drafts = tokens[i][: counts[i]]
-                row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=sent + 1)
+                row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=counts[i] + 1)
 
         # 4. the proposer takes the target's features of the verified positions; those past a row's accepted drafts are
         # overwritten in the next round
-        self.proposer.extend(memory, output.features_BLF[:, : max(lengths) + 1], starts)
+        self.proposer.extend(memory, verified.unpack(output.features_BLF)[:, : max(lengths) + 1], starts)
 
     def _draft(self, state: State, uniform_BJ: Tensor | None) -> tuple[Proposal, Tensor]:
         """A proposal, and how much of it is verified [B]; where the policy drafts nothing, both are empty."""
@@ -130,23 +131,24 @@ class Speculative:
 
 def _verify_sampled(
     draft_BJ: Tensor,
-    count_B: Tensor,
+    counts: Sequence[int],
     draft_probs_BJV: Tensor | None,
-    logits_BJV: Tensor,
+    logits_1NV: Tensor,
     samplings: SamplingBatch,
     uniform_BJ: Tensor,
     uniform_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """In chunks of rows: the target's distributions of a whole batch would take many times the logits' memory."""
-    B, positions, V = logits_BJV.shape
-    parts = []
-    for chunk in row_chunks(B, positions * V):
-        draft_probs = None if draft_probs_BJV is None else draft_probs_BJV[chunk]
-        target_probs = samplings.probs(logits_BJV[chunk], range(B)[chunk])
-        parts.append(
-            verify_sampled(
-                draft_BJ[chunk], count_B[chunk], draft_probs, target_probs, uniform_BJ[chunk], uniform_B[chunk]
-            )
-        )
+    """`verify_sampled` on packed logits, in chunks of rows: the target's distributions of a whole batch would take many
+    times the logits' memory."""
+    (B, J), V, parts, end = draft_BJ.shape, logits_1NV.shape[-1], [], 0
+    for chunk in row_chunks(B, (J + 1) * V):
+        rows, count_B = range(B)[chunk], torch.tensor(counts[chunk], device=draft_BJ.device)
+        verified = RaggedRows([counts[b] + 1 for b in rows], draft_BJ.device)
+        first, end, sent = end, end + sum(verified.lengths), slice(verified.longest - 1)
+        target_probs = samplings.probs(logits_1NV[0, first:end], [b for b in rows for _ in range(counts[b] + 1)])
+        draft_probs = None if draft_probs_BJV is None else draft_probs_BJV[chunk, sent]
+        drafts, uniforms = draft_BJ[chunk, sent], uniform_BJ[chunk, sent]
+        target_probs_BJV = verified.unpack(target_probs[None])
+        parts.append(verify_sampled(drafts, count_B, draft_probs, target_probs_BJV, uniforms, uniform_B[chunk]))
     accepted, bonus_token = zip(*parts, strict=True)
     return torch.cat(accepted), torch.cat(bonus_token)

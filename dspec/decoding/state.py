@@ -125,15 +125,23 @@ class State:
         of another decoder, or itself."""
         if other is self or other.parts.keys() != self.parts.keys():
             raise ValueError("a state can only join another state of the same decoder")
-        for part, more in zip(self._parts(), other._parts(), strict=True):
-            part.join(more)
+        if not self.rows:
+            self.cache, self.streams, self.parts = other.cache, other.streams, other.parts
+        else:
+            for part, more in zip(self._parts(), other._parts(), strict=True):
+                part.join(more)
         self.rows = self.rows + other.rows
 
-    def drop_finished(self, *, at_once: bool = False) -> None:
-        """Drops finished rows once they are at least half of the batch, since dropping copies the caches; until then
-        their positions count as idle. `at_once` drops them whatever their number, to make room for waiting requests."""
-        left = [i for i, row in enumerate(self.rows) if not row.done]
-        if not left:
+    def drop(self, leaving: Sequence[Row]) -> None:
+        """Drops these rows. The last of those that stay take their places, so that no other row is copied."""
+        staying = [i for i, row in enumerate(self.rows) if all(row is not other for other in leaving)]
+        if (count := len(staying)) == len(self.rows):
+            return
+        if not staying:  # what is held for them goes when others join, or with the state
             self.rows = []
-        elif len(left) <= len(self.rows) // 2 or (at_once and len(left) < len(self.rows)):
-            self.select(left)
+            return
+        kept, last = {i for i in staying if i < count}, [i for i in staying if i >= count]
+        self.select([i if i in kept else last.pop() for i in range(count)])
+
+    def drop_finished(self) -> None:
+        self.drop([row for row in self.rows if row.done])

@@ -36,8 +36,9 @@ from dspec.attention.attend import attend
 from dspec.attention.masks import Mask, Predicate
 from dspec.devices import check_bfloat16, local_device
 from dspec.errors import UserError
-from dspec.models.cache import PositionCache, Window
+from dspec.models.cache import PackedWindow, PositionCache, Window
 from dspec.models.mask_token import choose_mask_token
+from dspec.models.ragged import RaggedRows
 from dspec.models.rotary import Rotary
 from dspec.models.target_model import TargetModel
 from dspec.models.xlnet import MODEL_TYPE as XLNET
@@ -62,19 +63,23 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dspec_mask: Mask | Literal["from transformers"] = _FROM_TRANSFORMERS,
+    dspec_rows: RaggedRows | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface. Its own SDPA copies the key/value heads in every layer with a mask.
 
     `dspec_mask` is the mask of our own forward pass; transformers' generate does not pass it, and means causal by None.
+    `dspec_rows` unpacks the queries of packed rows; keys and values come from the cache, in rows.
     """
     if isinstance(dspec_mask, str) and dspec_mask == _FROM_TRANSFORMERS:
         mask: Mask = masks.CAUSAL if attention_mask is None and query.shape[2] > 1 else attention_mask
     else:
         mask = dspec_mask
     with span("attention"):
-        out = attend(query, key, value, mask, scale=scaling)
-    return out.transpose(1, 2), None
+        if dspec_rows is not None:
+            query = dspec_rows.unpack(query.transpose(1, 2)).transpose(1, 2)
+        out = attend(query, key, value, mask, scale=scaling).transpose(1, 2)
+        return (out if dspec_rows is None else dspec_rows.pack(out)), None
 
 
 AttentionInterface.register(_ATTENTION, _attention)
@@ -168,15 +173,46 @@ class LanguageModel(TargetModel):
             )
         return self._layers(ids_BL, positions_BL, physical, window, taps)
 
+    def packed(
+        self,
+        ids_1N: Tensor,
+        rows: RaggedRows,
+        *,
+        cache: PositionCache,
+        start_B: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
+    ) -> ModelOutput:
+        """A causal `forward` over rows of different lengths as one row of all their tokens, without padding: linear
+        layers compute N positions, attention alone pads. The output [1, N, ...] is packed, too."""
+        if rows.even:
+            output = self(rows.unpack(ids_1N), cache=cache, start_B=start_B, taps=taps)
+            return ModelOutput(rows.pack(output.hidden_BLD), rows.pack(output.features_BLF))
+        starts = list(start_B) if start_B is not None else [0] * len(rows.lengths)
+        window = cache.packed_window(starts, rows)
+        mask = masks.build_causal(
+            starts,
+            queries=rows.longest,
+            keys=window.end,
+            device=ids_1N.device,
+            additive_dtype=None if torch.is_autocast_enabled(ids_1N.device.type) else self.dtype,
+        )
+        return self._layers(ids_1N, window.slot_N[None], mask, window, taps, rows)
+
     def _layers(
-        self, ids_BL: Tensor, positions_BL: Tensor, mask: Mask, window: Window | None, taps: Sequence[int]
+        self,
+        ids_BL: Tensor,
+        positions_BL: Tensor,
+        mask: Mask,
+        window: Window | PackedWindow | None,
+        taps: Sequence[int],
+        rows: RaggedRows | None = None,
     ) -> ModelOutput:
         decoder = self.model.get_decoder()
         x_BLD = decoder.embed_tokens(ids_BL)
         rotation = decoder.rotary_emb(x_BLD, positions_BL)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(decoder.layers):
-            x_BLD = layer(x_BLD, position_embeddings=rotation, past_key_values=window, dspec_mask=mask)
+            x_BLD = layer(x_BLD, position_embeddings=rotation, past_key_values=window, dspec_mask=mask, dspec_rows=rows)
             if i in taps:
                 tapped[i] = x_BLD
         features = torch.cat([tapped[i] for i in taps], -1) if taps else x_BLD[..., :0]

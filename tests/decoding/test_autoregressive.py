@@ -106,7 +106,9 @@ def test_refusals(toys: SimpleNamespace) -> None:
     assert len(decoder.decode([[1] * 9], max_new_tokens=7, stop_ids=(), seeds=[0])[0].tokens) == 7
 
 
-def test_finished_rows_leave_once_they_are_half_of_all(toys: SimpleNamespace) -> None:
+def test_the_last_rows_take_the_places_of_finished_ones(toys: SimpleNamespace) -> None:
+    """At once, and without moving any other row."""
+
     def left(active: list[bool]) -> list[int]:
         request = Request(ids=[1], sampling=toys.GREEDY, max_new_tokens=9, stop_ids=(), seed=0)
         rows = [Row(request, [i], Generation(stopped=not on)) for i, on in enumerate(active)]
@@ -114,7 +116,10 @@ def test_finished_rows_leave_once_they_are_half_of_all(toys: SimpleNamespace) ->
         state.drop_finished()
         return [row.text[0] for row in state.rows]
 
-    assert left([True, False, True]) == [0, 1, 2]
+    assert left([True, False, True]) == [0, 2]
     assert left([True, False, True, False]) == [0, 2]
+    assert left([False, True, True, False, True, True]) == [5, 1, 2, 4]
+    assert left([False, False, False, True]) == [3]
+    assert left([True, True, False]) == [0, 1]
     assert left([False, False]) == []
     assert left([True]) == [0]

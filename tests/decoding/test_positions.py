@@ -38,14 +38,21 @@ def test_rows_that_ride_along_when_done_are_counted(toys: SimpleNamespace, kind:
     assert len(lengths) > 2  # rows did end at different times
 
 
-def test_padding_of_ragged_drafts_is_counted(toys: SimpleNamespace) -> None:
-    """The cycle target says x + 1: the first row's text repeats itself (three drafts), the second one's does not."""
+def test_ragged_drafts_are_not_padded(toys: SimpleNamespace) -> None:
+    """The cycle target says x + 1: the first row's text repeats itself (three drafts), the second one's does not. The
+    linear layers see the four positions of one and the single one of the other, and of prompts no padding either."""
     target = toys.cycle_target()
     proposer = PromptLookupProposer(num_drafts=3, max_ngram=2, device=torch.device("cpu"))
     decoder = toys.speculative(target=target, proposer=proposer, sampling=toys.GREEDY)
     options = {"max_new_tokens": 2, "stop_ids": ()}
+    shapes: list[int] = []
+    target.model.get_decoder().layers[0].mlp.register_forward_hook(
+        lambda _, args, out: shapes.append(args[0][..., 0].numel())
+    )
     both = decoder.decode([[1, 2, 3, 1], [5]], seeds=[0, 0], **options)
     assert [[r.drafted for r in g.rounds] for g in both] == [[3], [0]]
-    assert [g.positions_computed for g in both] == [4, 4]
+    assert [g.passes[0].positions for g in both] == [4, 1]
+    assert [g.positions_computed for g in both] == [4, 1]
+    assert shapes == [5, 5]
     (alone,) = decoder.decode([[5]], seeds=[0], **options)
     assert alone.positions_computed == 1

@@ -40,7 +40,7 @@ def test_no_uniform_is_used_twice(toys: SimpleNamespace, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(speculative, "verify_sampled", verified)
     monkeypatch.setattr(
-        State, "drop_finished", lambda state, **_: state.select([] if all(r.done for r in state.rows) else range(rows))
+        State, "drop_finished", lambda state: state.select([] if all(r.done for r in state.rows) else range(rows))
     )
     proposer = Noting(toys.draft(target, head="vanilla"))
     if lookup:

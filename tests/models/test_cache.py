@@ -125,3 +125,95 @@ def test_buffers_are_copied_a_logarithmic_number_of_times() -> None:
     grown = sorted(set(capacities))
     assert all(new >= 1.5 * old for old, new in pairwise(grown))
     assert len(grown) < 12
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_come_and_go_in_any_order(seed: int) -> None:
+    """Rows of any lengths join, leave and are put in another order while passes write: each keeps its own slots."""
+    rng = random.Random(seed)
+
+    def written(cache: PositionCache, rows: list[list[float]], lengths: list[int]) -> None:
+        """One value per slot, the same in all places of the slot."""
+        starts = [len(row) - rng.randint(0, min(2, len(row))) for row in rows]
+        window, L = cache.window(starts, max(lengths)), max(lengths)
+        states = torch.tensor([[rng.random() for _ in range(L)] for _ in rows], dtype=torch.float64)
+        for layer in range(2):
+            sign = 1 - 2 * layer
+            keys = sign * states[:, None, :, None].expand(-1, 1, -1, 2)
+            window.update(keys, 3 * keys, layer)
+        for row, start, length, state in zip(rows, starts, lengths, states.tolist(), strict=True):
+            row[start:] = state[:length]
+
+    cache, rows = PositionCache(2), [[], []]
+    written(cache, rows, [3, 5])
+    for _ in range(25):
+        if rng.random() < 0.5 and len(rows) < 7:
+            more, joined = PositionCache(2), [[] for _ in range(rng.randint(1, 3))]
+            written(more, joined, [rng.choice([1, 4, 300]) for _ in joined])
+            cache.join(more)
+            rows += joined
+        elif len(rows) > 1:
+            kept = rng.sample(range(len(rows)), rng.randint(1, len(rows)))
+            cache.select(kept)
+            rows = [rows[i] for i in kept]
+        written(cache, rows, [rng.randint(1, 4) for _ in rows])
+        for layer, held in enumerate(cache.layers):
+            assert held.keys.shape[0] == held.values.shape[0] == len(rows)
+            for b, row in enumerate(rows):
+                expected = (1 - 2 * layer) * torch.tensor(row, dtype=torch.float64)
+                assert torch.equal(held.keys[b, 0, : len(row), 1], expected)
+                assert torch.equal(held.values[b, 0, : len(row), 0], 3 * expected)
+
+
+def _joined(rows: int, length: int, value: float = 1.0) -> PositionCache:
+    cache = PositionCache(1)
+    cache.window([0] * rows, length).update(*[torch.full((rows, H, length, W), value)] * 2, 0)
+    return cache
+
+
+def test_a_row_takes_the_place_of_one_that_left() -> None:
+    """Neither a row that leaves nor one that joins in its place moves the others; NaN is not inherited."""
+    cache = _joined(4, _CHUNK + 20)
+    (layer,) = cache.layers
+    layer.keys[2, :, 2:] = torch.nan
+    layer.values[2, :, 2:] = torch.nan
+    place = layer.keys.data_ptr()
+    layer.keys[3, :, 5] = 7.0
+    cache.select([0, 3, 2])
+    assert layer.keys.shape[0] == 3
+    assert layer.keys[1, :, 5].eq(7.0).all()
+    cache.select([0, 1])
+    cache.join(_joined(2, 3, value=2.0))
+    assert layer.keys.data_ptr() == place
+    for held in (layer.keys, layer.values):
+        assert held[2:, :, :3].eq(2.0).all()
+        assert not held[2:, :, 3:].any()
+        assert held[0, :, : _CHUNK + 20].eq(1.0).all()
+    cache.join(_joined(1, 3))  # the fifth row has no room
+    assert layer.keys.data_ptr() != place
+    assert layer.shape == (5, 2 * _CHUNK)
+
+
+def test_buffers_shrink_to_the_longest_row_once_others_need_room() -> None:
+    cache = _joined(1, 20)
+    cache.join(_joined(1, 4 * _CHUNK))
+    (layer,) = cache.layers
+    assert layer.shape == (2, 4 * _CHUNK)
+    cache.select([0])
+    cache.join(_joined(2, 30))
+    assert layer.shape == (3, _CHUNK)
+    cache.window([20, 30, 30], _CHUNK).update(*[torch.ones(3, H, _CHUNK, W)] * 2, 0)
+    assert layer.shape == (3, 2 * _CHUNK)
+    cache.select([2])
+    cache.write(0, 3 * _CHUNK, torch.ones(1, 2, H, 5, W))  # slots written from outside are in use, too
+    cache.join(_joined(1, 2))
+    assert layer.keys[0, :, 3 * _CHUNK : 3 * _CHUNK + 5].sum() == H * 5 * W
+
+
+def test_rows_are_repeated() -> None:
+    """More rows than there were: each a copy."""
+    cache = _joined(2, 3)
+    cache.layers[0].keys[1] = 5.0
+    cache.select([1, 1, 0])
+    assert cache.layers[0].keys[:, 0, 0, 0].tolist() == [5.0, 5.0, 1.0]
+    assert cache.layers[0].values.shape[0] == 3

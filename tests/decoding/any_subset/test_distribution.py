@@ -22,7 +22,6 @@ from dspec.decoding.any_subset import decoder as any_subset
 from dspec.decoding.generation import Request
 from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
-from dspec.decoding.state import State
 
 Distribution = dict[tuple[int, ...], float]
 query_logits = any_subset.query_logits
@@ -99,8 +98,6 @@ class Cells:
 
 def output_distributions(decoder: Any, requests: Sequence[Request], patch: pytest.MonkeyPatch) -> list[Distribution]:
     """The distribution of the answers to each request."""
-    at_once = State.drop_finished
-    patch.setattr(State, "drop_finished", lambda self, **_: at_once(self, at_once=True))  # finished rows draw nothing
     patch.setattr(any_subset, "Streams", Cells)
     out: list[Distribution] = [{} for _ in requests]
     todo: list[tuple[int, list[int]]] = [(i, []) for i in range(len(requests))]
