@@ -10,8 +10,8 @@ rise over the blocks of a row, as in its decoder, where later blocks are less fi
 
     p_1 ... p_{b-1} = 0,   p_b = t,   p_{b+1} = t + u (high - t),   p_{b+2} ... p_N = 1
 
-Later occurrences of a number are then masked while it is computed, which otherwise is mostly copied from them. Blocks b
-and b + 1 have a loss: what stands in later ones is largely a guess.
+Later occurrences of a number, from which it could be copied, are then masked while it is computed. Blocks b and b + 1
+have a loss: what stands in later ones is largely a guess.
 
 t and p_1 follow one low-discrepancy sequence over rows, accumulated batches and ranks.
 
