@@ -344,6 +344,11 @@ def embedded_any_subset(*, dtype: str, device: str) -> LanguageModel:
     return _shipped("tiny_as_arm", dtype=dtype, device=device)
 
 
+def embedded_diffusion(*, dtype: str, device: str) -> LanguageModel:
+    """The diffusion LM that ships with dspec, the teacher of D2F: the embedded target after recipe=dllm_base."""
+    return _shipped("tiny_diffusion", dtype=dtype, device=device)
+
+
 def _shipped(name: str, *, dtype: str, device: str) -> LanguageModel:
     folder = str(ASSETS / name)
     return require_causal(load_language_model(path=folder, name=name, dtype=dtype, device=device, mask_token=None))

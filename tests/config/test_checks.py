@@ -52,7 +52,7 @@ def test_decoders_with_checked_blocks_exist() -> None:
 
 def test_blocks_of_a_training_run_are_checked_before_it() -> None:
     """The decoders' blocks refer to those of training."""
-    arguments = ["recipe=d2f", "target.path=x", "benchmark.functions.max_new_tokens=15"]
+    arguments = ["recipe=d2f", "benchmark.functions.max_new_tokens=15"]
     with pytest.raises(UserError, match=r"block_size=16 is larger than benchmark\.functions\.max_new_tokens=15"):
         check(composed("train", arguments), config="train")
 
@@ -61,5 +61,5 @@ def test_branches_are_divided_in_an_evaluation_alone() -> None:
     """A training run evaluates in its first rank: the others would not come, and all would end after the training."""
     timeout = ["decoder=[diffusion,lopa]", "decoder.lopa.process_timeout_s=5"]
     with pytest.raises(UserError, match=r"decoder\.lopa\.process_timeout_s=5: .*eval\.run checkpoint="):
-        check(composed("train", ["recipe=d2f", "target.path=x", *timeout]), config="train")
+        check(composed("train", ["recipe=d2f", *timeout]), config="train")
     check(composed("eval", ["target=tiny", "benchmark=tiny", *timeout]), config="eval")

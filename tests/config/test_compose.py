@@ -329,6 +329,7 @@ def test_choices_of_ones_own_are_not_old_ones(tmp_path: Path) -> None:
         (["recipe=ar_base", "target=smollm2_135m"], False),  # has no other numbers
         (["recipe=as_arm", "target=xlnet_tiny"], False),  # fresh and tiny
         (["target=tiny_as_arm"], False),
+        (["recipe=d2f", "target=tiny_diffusion"], False),
         ([], False),
     ],
 )

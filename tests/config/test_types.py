@@ -138,7 +138,7 @@ COMPOSED: list[tuple[str, list[str]]] = [
     ("profile_steps", []),
     ("search", ["recipe=sweeps/jacobi_config"]),
 ]
-UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x", "recipe=d2f": "target.path=x"}
+UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x"}
 
 
 @pytest.mark.parametrize(
