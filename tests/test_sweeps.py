@@ -118,18 +118,19 @@ def test_what_the_curves_vary() -> None:
         assert len({str(_without(node, "branches", "label")) for node in curve.values()}) == 1
     frontier = page("diffusion_frontier").decoder
     rules = ("block_size", "append_ratio", "activate_ratio")
-    for prefix in ("base", "base_causal", "d2f", "lopa", "lopa_causal"):
-        curve = {f: frontier[f"{prefix}_{f}"] for f in (50, 70, 80, 90, 95, 99)}
-        assert {node.threshold for node in curve.values()} == {f / 100 for f in curve}
+    base, d2f, lopa = (80, 90, 95), (70, 80, 90, 95, 98), (80, 90, 95, 98)
+    for prefix, points in (("base", base), ("base_causal", base), ("d2f", d2f), ("lopa", lopa)):
+        curve = {f: frontier[f"{prefix}_{f}"] for f in points}
+        assert {node.threshold for node in curve.values()} == {f / 100 for f in points}
         assert len({str(_without(node, "threshold", "label")) for node in curve.values()}) == 1
         assert {node.weights for node in curve.values()} == {"base" if prefix.startswith("base") else "trained"}
         if "base" not in prefix:
-            assert [curve[50][key] for key in rules] == [16, 0.1, 0.95]
-    assert (frontier.base_50.attention, frontier.base_causal_50.attention) == ("full", "block_causal")
-    assert (frontier.lopa_50.window_attention, frontier.lopa_causal_50.window_attention) == ("full", "block_causal")
-    assert len(frontier) == 2 + 5 * 6
+            assert [curve[80][key] for key in rules] == [16, 0.5, 0.95]
+    assert (frontier.base_80.attention, frontier.base_causal_80.attention) == ("full", "block_causal")
+    assert frontier.lopa_80.window_attention == "full"
+    assert len(frontier) == 2 + 15
     table = page("diffusion_table").decoder
-    assert (table.lopa.branches, table.lopa_block_causal.window_attention) == (4, "block_causal")
+    assert (table.lopa.branches, table.lopa_block_causal.window_attention) == (1, "block_causal")
     assert table.base_diffusion.block_size == table.base_fast_dllm.block_size == 16
 
 
