@@ -54,7 +54,9 @@ def _check_sections(config: dict[str, Any], path: Path) -> None:
         sections["data.policy"] = data.get("policy")
     for name, section in sections.items():
         if section is not None and not isinstance(section, dict):
-            raise UserError(f"{path} has {name}={json.dumps(section)}, no section: restore it, or use another checkpoint")
+            raise UserError(
+                f"{path} has {name}={json.dumps(section)}, no section: restore it, or use another checkpoint"
+            )
 
 
 def checkpoint_of(cfg: DictConfig) -> Path | None:

@@ -140,8 +140,8 @@ def test_the_loss_is_an_unbiased_mean_over_slots(toys: SimpleNamespace, schedule
         ]
         answers = layout(trained, batch)
         parts = [trained.loss_at(answers, replace(all_masked(answers), in_loss_BL=answers.blocks == b)) for b in (1, 2)]
-    share = [0.5, 1.0] if schedule == "blockwise" else [1.0, 1.0]  # of rows in which blocks 1 and 2 have a loss
-    total, slots = (sum(s * float(x) for s, x in zip(share, of, strict=True)) for of in zip(*((p.loss_sum, p.weight) for p in parts), strict=True))
+    first = 0.5 if schedule == "blockwise" else 1.0  # of rows, in which block 1 has a loss
+    total, slots = (first * one + two for one, two in zip(*((p.loss_sum, p.weight) for p in parts), strict=True))
     losses, weights = (torch.stack([getattr(one, name) for one in drawn]).double() for name in ("loss_sum", "weight"))
     means = losses - weights * total / slots  # 0 on average, whatever the number of slots in a batch
     error = means.std() / len(means) ** 0.5

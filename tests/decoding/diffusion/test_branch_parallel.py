@@ -33,8 +33,8 @@ WARM = Sampling(temperature=0.8, top_p=0.9)
 FULL: dict[str, Any] = {"window_attention": "full", "cache": "committed"}
 EXACT: dict[str, Any] = {"window_attention": "block_causal", "cache": "committed"}
 COLLECTIVES = (
-    "all_gather_into_tensor all_gather_single all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single "
-    "barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend monitored_barrier recv "
+    "all_gather_into_tensor all_gather_single all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend monitored_barrier recv "
     "recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list"
 ).split()
 PLAIN: dict[str, Any] = {"window_attention": "full", "cache": "none"}

@@ -2,7 +2,6 @@
 
 import copy
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
