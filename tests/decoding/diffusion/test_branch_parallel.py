@@ -34,8 +34,9 @@ FULL: dict[str, Any] = {"window_attention": "full", "cache": "committed"}
 EXACT: dict[str, Any] = {"window_attention": "block_causal", "cache": "committed"}
 COLLECTIVES = (
     "all_gather_into_tensor all_gather_single all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend monitored_barrier recv "
-    "recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend "
+    "monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list "
+    "send send_object_list"
 ).split()
 PLAIN: dict[str, Any] = {"window_attention": "full", "cache": "none"}
 
@@ -298,7 +299,7 @@ def test_joining_ranks(toys: SimpleNamespace, tmp_path: Path) -> None:
         branch_parallel.dist.new_group = lambda **how: asked.append(how["timeout"].seconds) or new_group(**how)
         made = join_processes(timeout_seconds=7, device=CPU)
         packets = made.select_best([BranchResult(float(made.rank), made.rank, [])], 1)
-        said = lopa(target, made).settings(GREEDY)["processes"]
+        said = lopa(target, made, **FULL).settings(GREEDY)["processes"]
         return [made.group is not None, made.rank, made.size, packets[0].branch, asked, said]
 
     results, _ = processes(2, tmp_path, work)
