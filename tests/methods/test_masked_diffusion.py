@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.conversations import pad
@@ -229,7 +230,8 @@ def test_decoders_and_exports_know_how_it_was_trained(toys: SimpleNamespace, shi
     target.tokenizer = SimpleNamespace(eos_token_id=EOS, save_pretrained=lambda folder: None)
     folder = trained.export(tmp_path, card="a card")
     config = json.loads((folder / "config.json").read_text())
-    assert config["dspec_attention"] == "bidirectional"
+    assert (config["dspec_attention"], config["dtype"]) == ("bidirectional", "bfloat16")
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert (config["dspec_block_size"], config["dspec_logit_shift"], config["mask_token_id"]) == (4, shift, MASK)
     TrainingRecord(BLOCK_CAUSAL, 8, shift=True).write(target)
     assert TrainingRecord.read(target) == TrainingRecord(BLOCK_CAUSAL, 8, shift=True)
