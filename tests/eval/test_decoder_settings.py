@@ -94,14 +94,18 @@ def test_every_setting_of_lopa_reaches_the_decoder(toys: SimpleNamespace) -> Non
 
 
 def test_a_finished_row_still_costs_positions(toys: SimpleNamespace) -> None:
-    """It stays in the batch until half of its rows have finished; what it computes there counts as idle."""
+    """As long as nobody drops it from the batch, as the loop does; what it computes there counts as idle."""
     rules: dict[str, Any] = {"tokens_per_step": 1, "block_size": None, "attention": "full"}
     made = toys.build_decoder("diffusion", target=toys.target(seed=8), **rules)
     asked = [
         Request(ids=[1, 2], sampling=Sampling(temperature=0.0, top_p=1.0), max_new_tokens=n, stop_ids=(), seed=0)
         for n in (1, 3, 3)
     ]
-    assert [(g.nfe, g.idle_positions) for g in decode(made, asked)] == [(1, 2 * 5), (3, 0), (3, 0)]
+    assert [(g.nfe, g.idle_positions) for g in decode(made, asked)] == [(1, 0), (3, 0), (3, 0)]
+    state = made.start(asked)
+    for _ in range(2):
+        made.step(state)
+    assert [(r.generation.nfe, r.generation.idle_positions) for r in state.rows] == [(1, 2 * 5), (3, 0), (3, 0)]
 
 
 def test_refusals(toys: SimpleNamespace) -> None:
