@@ -57,6 +57,9 @@ def _check_sections(config: dict[str, Any], path: Path) -> None:
             raise UserError(
                 f"{path} has {name}={json.dumps(section)}, no section: restore it, or use another checkpoint"
             )
+    policy = sections.get("data.policy")
+    if policy and (lacking := [key for key in ("system", "thinking") if key not in policy]):
+        raise UserError(f"{path}: data.policy lacks {', '.join(lacking)}: restore it, or use another checkpoint")
 
 
 def checkpoint_of(cfg: DictConfig) -> Path | None:
