@@ -31,7 +31,7 @@ def has_target(checkpoint: Path) -> bool:
 def run_config(checkpoint: Path | None) -> dict[str, Any]:
     """The composed config of the run that made `checkpoint`; {} for a foreign drafter or none.
 
-    Raises UserError for a file that is not JSON.
+    Raises UserError for a file that is not JSON, or whose sections are none.
     """
     for folder in [] if checkpoint is None else [checkpoint, checkpoint.parent]:
         path = folder / "config.json"
@@ -41,8 +41,25 @@ def run_config(checkpoint: Path | None) -> dict[str, Any]:
             except ValueError as error:
                 raise UserError(f"{path} is not JSON ({error}): restore it, or use another checkpoint") from error
             if isinstance(config, dict) and isinstance(config.get("method"), dict) and "target" in config:
+                _check_sections(config, path)
                 return dict(renamed(config))
     return {}
+
+
+def _check_sections(config: dict[str, Any], path: Path) -> None:
+    """Raises UserError for text or a list where a run's config has a section that is read here or in eval/load.py."""
+    data, method = config.get("data"), config["method"]
+    sections = {"data": data, "method.layout": method.get("layout")}
+    if isinstance(data, dict):
+        sections["data.policy"] = data.get("policy")
+    for name, section in sections.items():
+        if section is not None and not isinstance(section, dict):
+            raise UserError(
+                f"{path} has {name}={json.dumps(section)}, no section: restore it, or use another checkpoint"
+            )
+    policy = sections.get("data.policy")
+    if policy and (lacking := [key for key in ("system", "thinking") if key not in policy]):
+        raise UserError(f"{path}: data.policy lacks {', '.join(lacking)}: restore it, or use another checkpoint")
 
 
 def checkpoint_of(cfg: DictConfig) -> Path | None:

@@ -5,6 +5,7 @@ it is loaded when its first decoder is built, so that no training run holds a se
 (instantiate_decoders in dspec/config/compose.py).
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from dspec.serving.policies import ScheduledVerification
 from dspec.serving.step_table import StepTable, read_step_table
 from eval.results import ANY_SUBSET, AR, DIFFUSION
 
+log = logging.getLogger(__name__)
+
 Base = Callable[[], TargetModel]
 Build = Callable[..., Decoder]
 
@@ -64,6 +67,20 @@ class DecoderSpec:
         """Raises UserError for settings that its decoder rejects; one of the base would have to load it first."""
         if not self.of_base:
             self.build(target=target, draft=draft)
+
+
+def built(key: str, spec: DecoderSpec, *, target: TargetModel, draft: Draft | None) -> Decoder:
+    """The decoder that configs call `key`; warns of a mask that its model was not trained under. Raises UserError,
+    with that name, for settings that it rejects."""
+    try:
+        decoder = spec.build(target=target, draft=draft)
+    except UserError as error:
+        raise UserError(f"decoder.{key}: {error}") from error
+    if isinstance(decoder, BlockDiffusion) and (differences := not_as_trained(decoder.config, decoder.trained)):
+        log.warning(
+            "decoder.%s: %r is not decoded as it was trained (%s)", key, decoder.target.name, "; ".join(differences)
+        )
+    return decoder
 
 
 def autoregressive(*, label: str, weights: str, base: Base) -> DecoderSpec:
@@ -362,10 +379,6 @@ def _block_diffusion(
     config = DiffusionConfig(
         rules=rules, attention=attention, cache=cache, lookahead=lookahead, confidence_measure=confidence_measure
     )
-    if differences := not_as_trained(config, TrainingRecord.read(target)):
-        warnings.warn(
-            f"{target.name!r} is not decoded as it was trained ({'; '.join(differences)}): results say so", stacklevel=3
-        )
     return BlockDiffusion(target=target, config=config, executor=executor or SingleProcess())
 
 
@@ -387,5 +400,11 @@ def _spec(label: str, weights: str, base: Base, build: Build, *, baseline: str =
 
 
 def on_base(*, target: TargetModel, base: Base, build: Build, **parts: Any) -> Decoder:
-    """`build` on the base, in the trained target's dtype and on its device; without the target's drafter."""
-    return build(target=base().to(device=target.device, dtype=target.dtype), **parts | {"draft": None})
+    """`build` on the base, in the trained target's dtype and on its device; without the target's drafter. A base that
+    does not say whether its logits are shifted is read as it was in training, so as the target."""
+    model = base().to(device=target.device, dtype=target.dtype)
+    if isinstance(model, LanguageModel) and isinstance(target, LanguageModel):
+        record = TrainingRecord.read(model)
+        if record.attention is None:
+            replace(record, shift=TrainingRecord.read(target).shift).write(model)
+    return build(target=model, **parts | {"draft": None})

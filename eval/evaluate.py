@@ -25,7 +25,7 @@ from dspec.models.target_model import TargetModel
 from dspec.provenance import fingerprint
 from dspec.seeding import prompt_seed
 from eval.benchmarks.base import Benchmark, Item
-from eval.decoders import DecoderSpec
+from eval.decoders import DecoderSpec, built
 from eval.gate import against_generate, timed
 from eval.meter import Meter
 from eval.prompts import EncodedPrompt, UnfitError, encode, text_of
@@ -177,7 +177,7 @@ class Evaluation:
             weights = {"target": fingerprint(target.model), "draft": fingerprint(draft) if draft is not None else None}
             encoded = self.encode_prompts(target=target, specs=specs, benchmarks=benchmarks, policy=policy)
             data = {name: _verdict_data(benchmark) for name, benchmark in benchmarks.items()}
-            decoders = {key: _built(key, spec, target, draft) for key, spec in specs.items()}
+            decoders = {key: built(key, spec, target=target, draft=draft) for key, spec in specs.items()}
             with SampleLog(samples, {**settings, "weights": weights, "data": data}) as log:
                 for name, prompts in encoded.items():
                     log.check_prompts(name, [(item.id, prompt.key) for item, prompt in prompts])
@@ -331,14 +331,6 @@ class Evaluation:
             }
             for key, answered in by_decoder.items()
         ]
-
-
-def _built(key: str, spec: DecoderSpec, target: TargetModel, draft: Draft | None) -> Decoder:
-    """Raises UserError, with the decoder's name, for settings that it rejects."""
-    try:
-        return spec.build(target=target, draft=draft)
-    except UserError as error:
-        raise UserError(f"decoder.{key}: {error}") from error
 
 
 def _verdict_data(benchmark: Benchmark) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dspec.errors import UserError
 from dspec.likelihood import Continuation, log_likelihoods, longest
 from dspec.seeding import prompt_seed
 from eval.checkpoints import checkpoint_of, fill_in
+from eval.decoders import built
 from eval.load import load_model
 from eval.prompts import plain_ids, raw_ids
 from eval.rows import acceptance, counts
@@ -51,11 +52,11 @@ class DspecLM(TemplateLM):
         fill_in(cfg)
         loaded = load_model(target=cfg.target, checkpoint=checkpoint_of(cfg), layout=cfg.layout)
         self.policy: PromptPolicy = loaded.policy or instantiate(cfg.policy)
-        self._spec = next(iter(instantiate_decoders(cfg).values()))
+        key, self._spec = next(iter(instantiate_decoders(cfg).items()))
         self.target, self.tokenizer, self.seed = loaded.target, loaded.target.tokenizer, int(cfg.seed)
         self.batch_size = int(batch_size)
         self._generations: dict[str, list[Generation]] = defaultdict(list)  # by task
-        self._decoder = self._spec.build(target=self.target, draft=loaded.draft)
+        self._decoder = built(key, self._spec, target=self.target, draft=loaded.draft)
 
     @property
     def eot_token_id(self) -> int:

@@ -64,6 +64,7 @@ def check(cfg: DictConfig, *, config: str) -> None:
     _check_copies(values.get("decoder") or {})
     if config == "train":
         _check_one_process(values.get("decoder") or {})
+        _check_tuning(values["method"])
     if not cfg.get("checkpoint"):  # its run may say which blocks the decoders have
         check_blocks(cfg)
 
@@ -194,6 +195,17 @@ def _check_one_process(decoders: Mapping[str, Any]) -> None:
                 f"decoder.{name}.process_timeout_s={seconds}: a training run decodes in one process; divide branches "
                 "afterwards: torchrun ... -m eval.run checkpoint=<run folder>"
             )
+
+
+def _check_tuning(method: Mapping[str, Any]) -> None:
+    """Raises UserError for D2F with method/tuning=full, whose constructor would complain of the page's keys."""
+    tuning = method.get("tuning")
+    chosen = tuning.get("_target_") if isinstance(tuning, Mapping) else tuning
+    if method.get("_target_") == "dspec.methods.d2f.D2F" and chosen in (None, "dspec.tuning.FullFineTuning"):
+        raise UserError(
+            "recipe=d2f needs method/tuning=lora: its teacher is the model without the adapters, which full "
+            "fine-tuning does not have"
+        )
 
 
 def check_blocks(cfg: DictConfig) -> None:

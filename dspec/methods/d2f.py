@@ -20,10 +20,9 @@ then predicted at the last place of the block before, which does not see the blo
 Decoding starts from fully masked blocks, which rates of at most 0.7 (the paper's) never show the student;
 `rates.high: 1.0` does.
 
-Departures: the divisor counts the masked slots of the batch over all ranks and accumulated rows alike (released code:
-mean over the micro-batch); EOS after a response up to a number of blocks, not to the batch's or a fixed length; no LoRA
-dropout; no clipping of long prompts but data.max_length; 1 / p_b as in masked_diffusion/noise.py, where one slot of a
-row is always masked.
+Departures: the divisor counts the masked slots of the micro-batch over all ranks (released code: over those of one);
+EOS after a response up to a number of blocks, not to the batch's or a fixed length; no LoRA dropout; no clipping of
+long prompts but data.max_length; 1 / p_b as in masked_diffusion/noise.py, where one slot of a row is always masked.
 
 Legend: B = rows, L = places of a row, P = masked slots, D = width, V = vocabulary.
 """

@@ -41,15 +41,21 @@ class LitModule(L.LightningModule):
         self.optimizer_factory, self.warmup, self.cycles, self.seed = optimizer, warmup, cycles, seed
         self.batches_seen = 0
         self._validation: dict[str, tuple[Tensor, Tensor]] = {}
+        self._validated_rows = 0  # of this validation, over all ranks
         # DDP would broadcast them in every step; they are the same on all ranks (a teacher's weight copies)
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
 
-    def _loss(self, batch: Batch, number: int, *, row_seed: Callable[[int, int, int], int]) -> LossOutput:
-        """The method's loss of batch `number`, each row with its own generator."""
+    def _global_batch(self, batch: Batch) -> int:
+        """How many rows this batch has over all ranks."""
+        return int(self._pooled(torch.tensor(len(batch.ids_BL), device=batch.ids_BL.device)))
+
+    def _loss(
+        self, batch: Batch, number: int, *, rows_before: int, row_seed: Callable[[int, int, int], int]
+    ) -> LossOutput:
+        """The method's loss of batch `number`, which follows `rows_before` rows, each row with its own generator."""
         ranks = self.trainer.world_size  # row r of this rank is row r * ranks + rank globally (data/loaders.py)
         rows = [r * ranks + self.global_rank for r in range(len(batch.ids_BL))]
-        global_batch = int(self._pooled(torch.tensor(len(rows), device=batch.ids_BL.device)))
-        batch = replace(batch, row_numbers=[number * global_batch + row for row in rows])
+        batch = replace(batch, row_numbers=[rows_before + row for row in rows])
         seeds = [row_seed(self.seed, number, row) for row in rows]
         return self.method.loss(batch, generators=[torch.Generator().manual_seed(s) for s in seeds])
 
@@ -64,7 +70,8 @@ class LitModule(L.LightningModule):
         return gathered.sum(0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        output = self._loss(batch, self.batches_seen, row_seed=training_row_seed)
+        rows_before = self.batches_seen * self._global_batch(batch)  # an incomplete batch is dropped (data/loaders.py)
+        output = self._loss(batch, self.batches_seen, rows_before=rows_before, row_seed=training_row_seed)
         self.batches_seen += 1
         weight = self._pooled(output.weight).clamp(min=1e-6)
         # DDP averages gradients over ranks: multiplying by world_size gives the gradient of the global ratio
@@ -76,7 +83,8 @@ class LitModule(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        output = self._loss(batch, batch_idx, row_seed=validation_row_seed)
+        output = self._loss(batch, batch_idx, rows_before=self._validated_rows, row_seed=validation_row_seed)
+        self._validated_rows += self._global_batch(batch)  # the last batch may have fewer rows, or more
         for name, pair in ({"loss": (output.loss_sum, output.weight)} | output.metrics).items():
             total, count = self._pooled_pair(pair)
             before = self._validation.get(name, (torch.zeros_like(total), torch.zeros_like(count)))
@@ -85,7 +93,7 @@ class LitModule(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         for name, value in logged_values(self._validation, self.method).items():
             self.log(f"val/{name}", value)
-        self._validation = {}
+        self._validation, self._validated_rows = {}, 0
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

@@ -63,3 +63,11 @@ def test_branches_are_divided_in_an_evaluation_alone() -> None:
     with pytest.raises(UserError, match=r"decoder\.lopa\.process_timeout_s=5: .*eval\.run checkpoint="):
         check(composed("train", ["recipe=d2f", *timeout]), config="train")
     check(composed("eval", ["target=tiny", "benchmark=tiny", *timeout]), config="eval")
+
+
+def test_d2f_has_no_full_fine_tuning() -> None:
+    """Not a word of the page's keys, such as rank, which stay."""
+    with pytest.raises(UserError, match=r"^recipe=d2f needs method/tuning=lora"):
+        check(composed("train", ["recipe=d2f", "target.path=x", "method/tuning=full"]), config="train")
+    for fits in (["recipe=d2f", "method/tuning=lora"], ["recipe=dllm_base", "method/tuning=full", "target=hf"]):
+        check(composed("train", [*fits, "target.path=x"]), config="train")

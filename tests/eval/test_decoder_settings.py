@@ -13,8 +13,8 @@ from dspec.decoding.loop import decode
 from dspec.decoding.sampling import Sampling
 from dspec.errors import UserError
 from dspec.models.temperatures import Calibration
+from dspec.models.training_record import TrainingRecord
 from eval import decoders
-from eval.evaluate import _built
 
 WARM = Sampling(temperature=1.0, top_p=0.9)
 PLAIN: dict[str, Any] = {"sequential_head": True, "refinement_passes": 0, "confidence_threshold": 0.0}
@@ -94,14 +94,18 @@ def test_every_setting_of_lopa_reaches_the_decoder(toys: SimpleNamespace) -> Non
 
 
 def test_a_finished_row_still_costs_positions(toys: SimpleNamespace) -> None:
-    """It stays in the batch until half of its rows have finished; what it computes there counts as idle."""
+    """As long as nobody drops it from the batch, as the loop does; what it computes there counts as idle."""
     rules: dict[str, Any] = {"tokens_per_step": 1, "block_size": None, "attention": "full"}
     made = toys.build_decoder("diffusion", target=toys.target(seed=8), **rules)
     asked = [
         Request(ids=[1, 2], sampling=Sampling(temperature=0.0, top_p=1.0), max_new_tokens=n, stop_ids=(), seed=0)
         for n in (1, 3, 3)
     ]
-    assert [(g.nfe, g.idle_positions) for g in decode(made, asked)] == [(1, 2 * 5), (3, 0), (3, 0)]
+    assert [(g.nfe, g.idle_positions) for g in decode(made, asked)] == [(1, 0), (3, 0), (3, 0)]
+    state = made.start(asked)
+    for _ in range(2):
+        made.step(state)
+    assert [(r.generation.nfe, r.generation.idle_positions) for r in state.rows] == [(1, 2 * 5), (3, 0), (3, 0)]
 
 
 def test_refusals(toys: SimpleNamespace) -> None:
@@ -116,4 +120,39 @@ def test_a_decoder_that_is_refused_is_named(toys: SimpleNamespace) -> None:
     rules = {"block_size": 4, "append_ratio": 0.1, "activate_ratio": 0.9, "threshold": 1.5}
     spec = decoders.d2f(label="D2F", weights="trained", base=toys.target, **rules)
     with pytest.raises(UserError, match=r"^decoder\.mine: threshold=1\.5"):
-        _built("mine", spec, toys.target(), None)
+        decoders.built("mine", spec, target=toys.target(), draft=None)
+
+
+def test_a_decoder_that_is_not_as_trained_is_named_once(
+    toys: SimpleNamespace, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Where it is to decode, not where settings are checked."""
+    target = toys.target()
+    TrainingRecord("block_causal", 4, shift=False).write(target)
+    for attention in ("full", "block_causal"):
+        settings: dict[str, Any] = {"tokens_per_step": 1, "block_size": 4, "attention": attention}
+        spec = decoders.diffusion(label="diffusion", weights="trained", base=lambda: target, **settings)
+        spec.check(target=target, draft=None)
+        decoders.built("mine", spec, target=target, draft=None)
+    (said,) = caplog.messages
+    assert said.startswith("decoder.mine: ")
+    assert said.endswith("is not decoded as it was trained (full attention, trained under block_causal)")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("recorded", [None, True, False])
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_base_without_a_record_is_read_as_in_training(
+    toys: SimpleNamespace, recorded: bool | None, shift: bool
+) -> None:
+    """With method.shift=true a run trains a base that says nothing; its base_* rows are the teacher's."""
+    base, trained = toys.target(), toys.target()
+    if recorded is not None:
+        TrainingRecord("full", None, recorded).write(base)
+    TrainingRecord("block_causal", 4, shift).write(trained)
+    spec = decoders.diffusion(
+        label="base", weights="base", base=lambda: base, tokens_per_step=1, block_size=4, attention=None
+    )
+    told = spec.build(target=trained, draft=None).settings(WARM)
+    assert told["logit_shift"] is (shift if recorded is None else recorded)
+    assert told["trained_attention"] == (None if recorded is None else "full")

@@ -178,6 +178,7 @@ def test_decoders_of_diffusion_models(toys: SimpleNamespace) -> None:
         "trained_block_size": None,
         "logit_shift": False,
         "not_as_trained": [],
+        "processes": 1,
     }
     alone = same | {"branches": 0, "branch_score": "mean", "segment": 1, "confidence_measure": "probability"}
     one_by_one = {"append_ratio": 1.0, "activate_ratio": 1.0}

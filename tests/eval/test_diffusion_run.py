@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from dspec.decoding.generation import Generation, Pass
+from dspec.errors import UserError
 from eval.ranks import own_folder
 from eval.results import pool, reference
 from eval.rows import filled_per_pass, prompt_counts, prompts_per_pass
@@ -125,3 +127,19 @@ def test_other_ranks_write_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (folder / "samples.jsonl").read_text() == "old\n"
         assert (folder / "results.json").read_text() == "{}"  # an AR loop is timed once
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_stops_the_ranks_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """One line from the first; nothing of the others stays."""
+    before = signal.getsignal(signal.SIGTERM)
+    for name, value in (("RANK", str(rank)), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    ended: type[BaseException] = SystemExit if rank else UserError
+    try:
+        with pytest.raises(ended) as stopped, own_folder(tmp_path) as folder:
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert folder.exists() is (rank == 0)
+    assert str(stopped.value) == "143" if rank else f"resume={tmp_path}" in str(stopped.value)

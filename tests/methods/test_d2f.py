@@ -1,5 +1,6 @@
 """D2F: the loss against loops, what student and teacher see, that adapters alone learn, and which bases are refused."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -368,11 +370,28 @@ def test_merged_it_decodes_as_with_its_adapter(toys: SimpleNamespace, interpolat
     assert not any(isinstance(m, LoraLayer) for m in target.model.modules())
 
 
-def test_its_folder_says_how_it_was_trained(toys: SimpleNamespace, tmp_path: Path) -> None:
+def test_its_folder_says_how_it_was_trained(toys: SimpleNamespace) -> None:
     for shift in (True, False):
         target = toy(toys, shift=shift)
         method(target)
         assert TrainingRecord.read(target) == TrainingRecord(BLOCK_CAUSAL, BLOCK, shift)
+
+
+def test_what_it_exports_is_a_plain_model_in_bfloat16(toys: SimpleNamespace, tmp_path: Path) -> None:
+    target = toy(toys)
+    trained = method(target)
+    trained.finish()
+    target.tokenizer = SimpleNamespace(eos_token_id=EOS, save_pretrained=lambda folder: None)
+    folder = trained.export(tmp_path, card="a card")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["dspec_attention"], config["dspec_block_size"], config["dtype"]) == (
+        "block_causal",
+        BLOCK,
+        "bfloat16",
+    )
+    weights = load_file(folder / "model.safetensors")
+    assert weights.keys() <= toys.target().model.state_dict().keys()
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 # ---- what is refused

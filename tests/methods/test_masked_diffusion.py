@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from data.conversations import pad
 from dspec.errors import UserError
 from dspec.masked_diffusion.answers import AnswerLayout, Answers
-from dspec.masked_diffusion.noise import BlockRates, Noise
+from dspec.masked_diffusion.noise import SCHEDULES, BlockRates, Noise
 from dspec.method import Batch
 from dspec.methods.masked_diffusion import MaskedDiffusion
 from dspec.models.language_model import LanguageModel, embedded_target, load_language_model
@@ -119,8 +120,10 @@ def test_loss_and_gradient(toys: SimpleNamespace, family: str, shift: bool, tail
     assert max(float(g.abs().max()) for g in got) > 0.1
 
 
-def test_the_loss_is_an_unbiased_mean_over_slots(toys: SimpleNamespace) -> None:
-    """Where the loss of a slot does not depend on the other slots, the mean is that over all slots, masked or not."""
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_loss_is_an_unbiased_mean_over_slots(toys: SimpleNamespace, schedule: str) -> None:
+    """Where the loss of a slot does not depend on the other slots, the mean is that over all slots, masked or not;
+    blockwise, a block is in half of its mean over two blocks if it is the first of a row, else in all."""
     target = toy(toys)
     with torch.no_grad():  # no attention, and one hidden state for all inputs
         for name, p in target.model.named_parameters():
@@ -128,7 +131,7 @@ def test_the_loss_is_an_unbiased_mean_over_slots(toys: SimpleNamespace) -> None:
                 p.zero_()
         target.embed_tokens.weight[:] = target.embed_tokens.weight[MASK]
     grid = AnswerLayout(block_size=4, tail_blocks=0, tail_rows=1)
-    trained = method(target, layout=grid, rates=BlockRates(schedule="constant", low=0.01, high=1.0), chunk_mb=1)
+    trained = method(target, layout=grid, rates=BlockRates(schedule=schedule, low=0.01, high=1.0), chunk_mb=1)
     batch = batch_of([(3, 6)] * 64)
     batch.ids_BL[:] = batch.ids_BL[0]
     with torch.no_grad():
@@ -137,11 +140,14 @@ def test_the_loss_is_an_unbiased_mean_over_slots(toys: SimpleNamespace) -> None:
             for n in range(40)
         ]
         answers = layout(trained, batch)
-        exact = trained.loss_at(answers, all_masked(answers))
-    means = torch.stack([one.loss_sum / one.weight for one in drawn])
+        parts = [trained.loss_at(answers, replace(all_masked(answers), in_loss_BL=answers.blocks == b)) for b in (1, 2)]
+    first = 0.5 if schedule == "blockwise" else 1.0  # of rows, in which block 1 has a loss
+    total, slots = (first * one + two for one, two in zip(*((p.loss_sum, p.weight) for p in parts), strict=True))
+    losses, weights = (torch.stack([getattr(one, name) for one in drawn]).double() for name in ("loss_sum", "weight"))
+    means = losses - weights * total / slots  # 0 on average, whatever the number of slots in a batch
     error = means.std() / len(means) ** 0.5
-    assert abs(float(means.mean() - exact.loss_sum / exact.weight)) < 4 * error
-    assert error < 0.02 * means.mean()
+    assert abs(float(means.mean())) < 4 * error
+    assert error < 0.02 * losses.mean()
 
 
 def test_mask_has_no_probability_and_no_gradient(toys: SimpleNamespace) -> None:
@@ -224,7 +230,8 @@ def test_decoders_and_exports_know_how_it_was_trained(toys: SimpleNamespace, shi
     target.tokenizer = SimpleNamespace(eos_token_id=EOS, save_pretrained=lambda folder: None)
     folder = trained.export(tmp_path, card="a card")
     config = json.loads((folder / "config.json").read_text())
-    assert config["dspec_attention"] == "bidirectional"
+    assert (config["dspec_attention"], config["dtype"]) == ("bidirectional", "bfloat16")
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert (config["dspec_block_size"], config["dspec_logit_shift"], config["mask_token_id"]) == (4, shift, MASK)
     TrainingRecord(BLOCK_CAUSAL, 8, shift=True).write(target)
     assert TrainingRecord.read(target) == TrainingRecord(BLOCK_CAUSAL, 8, shift=True)

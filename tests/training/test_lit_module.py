@@ -224,24 +224,29 @@ def test_ranks_draw_what_one_rank_draws_for_their_rows() -> None:
 
 
 def test_rows_are_numbered_over_batches_and_ranks() -> None:
-    """Consecutively, so that a sequence over row numbers covers ranks and accumulated batches evenly."""
+    """Consecutively, so that a sequence over row numbers covers ranks and accumulated batches evenly. Each validation
+    begins anew."""
     ranks = [on_rank(rank, ranks=2) for rank in range(2)]
     for lit in ranks:
         lit.all_gather = lambda value: torch.stack([value, value])
         for _ in range(4):
             lit.training_step(rows(torch.ones(3, dtype=torch.float64)), 0)
-        lit.validation_step(rows(torch.ones(3, dtype=torch.float64)), 5)
-    together = [ranks[row % 2].method.row_numbers[3 * batch + row // 2] for batch in range(5) for row in range(6)]
-    assert together == [*range(24), *range(30, 36)]
+        for _ in range(2):
+            lit.validation_step(rows(torch.ones(3, dtype=torch.float64)), 0)
+            lit.validation_step(rows(torch.ones(3, dtype=torch.float64)), 1)
+            lit.on_validation_epoch_end()
+    together = [ranks[row % 2].method.row_numbers[3 * batch + row // 2] for batch in range(8) for row in range(6)]
+    assert together == [*range(24), *range(12), *range(12)]
 
 
 def test_a_rank_with_fewer_rows_numbers_as_the_others_do() -> None:
-    """Five rows in the second batch of validation: three and two."""
-    for rank, own in enumerate(([5, 7, 9], [6, 8])):
+    """Four rows in the first batch of validation, five in the second, the last one: three and two."""
+    for rank, numbers in enumerate(([0, 2, 4, 6, 8], [1, 3, 5, 7])):
         lit = on_rank(rank, ranks=2)
-        lit.all_gather = lambda value: torch.stack([torch.tensor(3.0), torch.tensor(2.0)])
-        lit.validation_step(rows(torch.ones(len(own), dtype=torch.float64)), 1)
-        assert lit.method.row_numbers == own
+        for number, counts in enumerate(([2.0, 2.0], [3.0, 2.0])):
+            lit.all_gather = lambda value, counts=counts: torch.tensor(counts)
+            lit.validation_step(rows(torch.ones(int(counts[rank]), dtype=torch.float64)), number)
+        assert lit.method.row_numbers == numbers
 
 
 def test_validation_draws_the_same_numbers_each_time() -> None:

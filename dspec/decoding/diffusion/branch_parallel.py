@@ -48,8 +48,8 @@ class DistributedBranches:
 
     def select_best(self, results: Sequence[BranchResult | None], slots: int) -> list[BranchResult]:
         packed = torch.frombuffer(bytearray(b"".join(_packed(result, slots) for result in results)), dtype=torch.uint8)
-        gathered = torch.empty(self.size * len(packed), dtype=torch.uint8, device=self.device)
-        self._exchange(lambda: dist.all_gather_into_tensor(gathered, packed.to(self.device), group=self.group))
+        gathered = torch.empty((self.size, len(packed)), dtype=torch.uint8, device=self.device)
+        self._exchange(lambda: dist.all_gather(list(gathered), packed.to(self.device), group=self.group))
         received = gathered.cpu().numpy().tobytes()
         size = _HEAD.size + slots * _GUESS.size
         unpacked = [_unpacked(received, start) for start in range(0, len(received), size)]

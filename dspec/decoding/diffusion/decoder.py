@@ -132,7 +132,7 @@ class BlockDiffusion:
             "logit_shift": self.trained.shift,
             "not_as_trained": not_as_trained(self.config, self.trained),
         }
-        return sampling.to_dict() | self.config.settings() | trained
+        return sampling.to_dict() | self.config.settings() | trained | {"processes": self.executor.size}
 
     def check(self, requests: Sequence[Request]) -> None:
         check_requests(self.target, requests)

@@ -54,6 +54,11 @@ class BranchResult:
 class BranchExecutor(Protocol):
     """Which branches are computed in this process, and what is exchanged with others."""
 
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        ...
+
     def local_branches(self, branches: int) -> Sequence[int]:
         """The branches of a row that are computed here."""
         ...
@@ -71,6 +76,8 @@ class BranchExecutor(Protocol):
 
 class SingleProcess:
     """All branches in one process."""
+
+    size = 1
 
     def local_branches(self, branches: int) -> Sequence[int]:
         return range(branches)

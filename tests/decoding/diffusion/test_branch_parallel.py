@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -32,9 +33,10 @@ WARM = Sampling(temperature=0.8, top_p=0.9)
 FULL: dict[str, Any] = {"window_attention": "full", "cache": "committed"}
 EXACT: dict[str, Any] = {"window_attention": "block_causal", "cache": "committed"}
 COLLECTIVES = (
-    "all_gather all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single "
-    "barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend monitored_barrier recv "
-    "recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send send_object_list"
+    "all_gather_into_tensor all_gather_single all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast_object_list gather gather_object irecv isend "
+    "monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list "
+    "send send_object_list"
 ).split()
 PLAIN: dict[str, Any] = {"window_attention": "full", "cache": "none"}
 
@@ -87,6 +89,7 @@ def processes(
 
     def child(rank: int) -> None:
         torch.set_num_threads(1)
+        warnings.simplefilter("error", FutureWarning)  # of each rank, in each run
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
@@ -185,7 +188,7 @@ def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> N
 
     def work(ranks: Any) -> list[Any]:
         sent: list[list[Any]] = []
-        gather, broadcast = dist.all_gather_into_tensor, dist.broadcast
+        gather, broadcast = dist.all_gather, dist.broadcast
 
         def gathered(out: Any, packed: Any, **more: Any) -> Any:
             sent.append(["gather", packed.numel() * packed.element_size()])
@@ -197,7 +200,7 @@ def test_bytes_of_a_round(toys: SimpleNamespace, tmp_path: Path, kind: str) -> N
 
         for name in COLLECTIVES:  # whatever else is sent is counted, too
             setattr(dist, name, lambda *a, n=name, **more: sent.append([n, 0]))
-        branch_parallel.dist.all_gather_into_tensor = gathered
+        branch_parallel.dist.all_gather = gathered
         branch_parallel.dist.broadcast = spread
         slots: list[int] = []
         best = ranks.select_best
@@ -280,8 +283,10 @@ def test_a_rank_that_does_not_come_ends_all(monkeypatch: pytest.MonkeyPatch) -> 
         join_processes(timeout_seconds=1, device=CPU)
 
 
-def test_joining_ranks(tmp_path: Path) -> None:
-    """Those of an existing process group get a group of their own, with the timeout that was asked for."""
+def test_joining_ranks(toys: SimpleNamespace, tmp_path: Path) -> None:
+    """Those of an existing process group get a group of their own, with the timeout that was asked for; results say how
+    many they are."""
+    target = model(toys)
     with pytest.raises(UserError, match="torchrun"):
         join_processes(timeout_seconds=1, device=CPU)
     for wrong in (0, -1, float("nan"), float("inf")):
@@ -294,10 +299,11 @@ def test_joining_ranks(tmp_path: Path) -> None:
         branch_parallel.dist.new_group = lambda **how: asked.append(how["timeout"].seconds) or new_group(**how)
         made = join_processes(timeout_seconds=7, device=CPU)
         packets = made.select_best([BranchResult(float(made.rank), made.rank, [])], 1)
-        return [made.group is not None, made.rank, made.size, packets[0].branch, asked]
+        said = lopa(target, made, **FULL).settings(GREEDY)["processes"]
+        return [made.group is not None, made.rank, made.size, packets[0].branch, asked, said]
 
     results, _ = processes(2, tmp_path, work)
-    assert results == [[True, 0, 2, 1, [7]], [True, 1, 2, 1, [7]]]
+    assert results == [[True, 0, 2, 1, [7], 2], [True, 1, 2, 1, [7], 2]]
 
 
 def test_a_rank_that_dies_before_it_sends_its_winner(toys: SimpleNamespace, tmp_path: Path) -> None:
