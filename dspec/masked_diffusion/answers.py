@@ -44,6 +44,12 @@ class Answers:
         return counts
 
     @property
+    def response_slots(self) -> list[int]:
+        """How many slots each row's response has, its EOS included."""
+        counts: list[int] = ((self.slot_BL != OUTSIDE) & ~self.tail_BL).sum(1).tolist()
+        return counts
+
+    @property
     def blocks(self) -> Tensor:
         """The block [B, L] of each place. 0: the prompt; 1, 2, ...: the answer's; PADDING after a row's end."""
         place_L = torch.arange(self.ids_BL.shape[1], device=self.ids_BL.device)

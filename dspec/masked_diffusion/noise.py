@@ -6,7 +6,8 @@ rise over the blocks of a row, as in its decoder, where later blocks are less fi
     p_1 ~ U(low, high),   p_{b+1} = p_b + u (high - p_1) / (N - 1)      (released code, SJTU-DENG-Lab/
                                                                         Discrete-Diffusion-Forcing@771f745)
 
-`blockwise` (ours): the states of decoding block after block. One block b, each equally likely, has the rate t, and
+`blockwise` (ours): the states of decoding block after block. One block b has the rate t, each equally likely of those
+up to the first that is all EOS, and
 
     p_1 ... p_{b-1} = 0,   p_b = t,   p_{b+1} = t + u (high - t),   p_{b+2} ... p_N = 1
 
@@ -54,14 +55,15 @@ class BlockRates:
             raise UserError(f"method.rates: low={low}, high={high} must satisfy 0 < low <= high <= 1")
         self.schedule, self.low, self.high = schedule, low, high
 
-    def draw(self, blocks: int, uniform: float, generator: Generator) -> Tensor:
-        """The rates [blocks], float64; `uniform` in [0, 1) places t, or the first one."""
+    def draw(self, blocks: int, uniform: float, generator: Generator, *, last: int) -> Tensor:
+        """The rates [blocks], float64; `uniform` in [0, 1) places t, or the first one; `last` is the last block that
+        can be b of `blockwise`."""
         first = self.low + (self.high - self.low) * uniform
         rate = torch.full((blocks,), first, dtype=torch.float64)
         if self.schedule == CONSTANT or blocks == 1:
             return rate
         if self.schedule == BLOCKWISE:
-            current = int(torch.randint(blocks, (), generator=generator))
+            current = int(torch.randint(last + 1, (), generator=generator))
             rate[:current], rate[current + 1 :] = 0, 1
             next_up = torch.rand(1, generator=generator, dtype=torch.float64)
             rate[current + 1 : current + 2] = first + next_up * (self.high - first)
@@ -109,9 +111,11 @@ def draw_noise(
     in_loss_BL = masked_BL.clone()
     probability_BL = torch.ones(answers.ids_BL.shape, dtype=torch.float64)
     slot_BL = answers.slot_BL.cpu()
-    for b, (slots, number, generator) in enumerate(zip(answers.slots, row_numbers, generators, strict=True)):
+    rows = zip(answers.slots, answers.response_slots, row_numbers, generators, strict=True)
+    for b, (slots, response, number, generator) in enumerate(rows):
         if slots:
-            rate_b = rates.draw(-(-slots // answers.block_size), low_discrepancy(number), generator)
+            blocks, first_tail = (-(-n // answers.block_size) for n in (slots, response))
+            rate_b = rates.draw(blocks, low_discrepancy(number), generator, last=min(first_tail, blocks - 1))
             rate_N, in_loss_N = (
                 x.repeat_interleave(answers.block_size)[:slots] for x in (rate_b, rates.in_loss(rate_b))
             )

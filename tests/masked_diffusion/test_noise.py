@@ -24,7 +24,7 @@ def generator(seed: int = 0) -> torch.Generator:
 def drawn(schedule: str, blocks: int, count: int, *, low: float = 0.2, high: float = 0.7) -> Tensor:
     """Rates [count, blocks] of rows 0, 1, ..."""
     rates, g = BlockRates(schedule=schedule, low=low, high=high), generator()
-    return torch.stack([rates.draw(blocks, low_discrepancy(n), g) for n in range(count)])
+    return torch.stack([rates.draw(blocks, low_discrepancy(n), g, last=blocks - 1) for n in range(count)])
 
 
 def answers(rows: Sequence[tuple[int, int]], *, first: int = 0, block: int = 4) -> Answers:
@@ -100,6 +100,20 @@ def test_blockwise_rates_are_states_of_decoding_block_after_block() -> None:
     assert all(BlockRates(schedule=other, low=0.2, high=1.0).in_loss(made[0]).all() for other in SCHEDULES[:3])
 
 
+def test_blocks_of_eos_alone_are_not_decoded_but_the_first() -> None:
+    """A response of 6 slots in blocks of 4, and three blocks of EOS: b is 0, 1 or 2; without a tail 0 or 1."""
+    rows = pad([([1] * 3 + [2] * 5 + [EOS], 3)] * 600)
+    batch = Batch(rows.ids_BL, rows.supervised_BL, row_numbers=range(600))
+    for tail_blocks, lasts in ((3, {0, 1, 2}), (None, {0, 1})):
+        layout = AnswerLayout(block_size=4, tail_blocks=tail_blocks, tail_rows=600)
+        layout.tail = lambda *_: 2 + 12 if tail_blocks else 0  # type: ignore[method-assign]
+        made = layout.answers(batch, stop_ids=(EOS,), max_places=99)
+        loss_BL = noise(made, "blockwise", seeds=range(600)).in_loss_BL
+        first = made.blocks.masked_fill(~loss_BL, 99).amin(1) - 1
+        assert set(first.tolist()) == lasts
+        assert (torch.bincount(first) > 150).all()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_block(schedule: str) -> None:
     assert drawn(schedule, 1, 3)[:, 0].tolist() == [0.2 + 0.5 * low_discrepancy(n) for n in range(3)]
@@ -158,7 +172,7 @@ def test_only_slots_are_masked_each_block_at_its_rate(schedule: str) -> None:
     for b, slots in enumerate(made.slots):
         g = generator(b)
         rates = BlockRates(schedule=schedule, low=0.2, high=0.7)
-        rate = rates.draw(-(-slots // 4), low_discrepancy(b), g)
+        rate = rates.draw(-(-slots // 4), low_discrepancy(b), g, last=-(-slots // 4) - 1)
         in_loss = rates.in_loss(rate).repeat_interleave(4)[:slots]
         masked, probability = draw_masked(rate.repeat_interleave(4)[:slots], in_loss, g)
         assert torch.equal(result.in_loss_BL[b][inside[b]], in_loss)
