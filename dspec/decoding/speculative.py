@@ -39,9 +39,12 @@ class Speculative:
         proposer: Proposer,
         policy: VerificationPolicy,
         record_confidence: bool = False,
+        record_distributions: bool = False,
     ) -> None:
+        """Rounds keep the confidence logits of their drafts, and of the distributions that these were drawn from (there
+        are none if they are greedy) what Pass says, on request."""
         self.target, self.proposer, self.policy = target, proposer, policy
-        self.record_confidence = record_confidence
+        self.record_confidence, self.record_distributions = record_confidence, record_distributions
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         return sampling.to_dict() | self.proposer.settings() | self.policy.settings(sampling)
@@ -95,14 +98,14 @@ class Speculative:
         # 3. commit: the accepted drafts and the bonus token
         with span("bookkeeping"):
             lengths, tokens = accepted.tolist(), draft.tolist()
-            confidence = self._recorded(proposal, counts)
+            recorded = self._recorded(proposal, counts)
             for i, (row, token) in enumerate(zip(state.rows, bonus_token.tolist(), strict=True)):
                 if row.done:
                     row.generation.idle_positions += counts[i] + 1
                     continue
                 row.generation.passes += [Pass("draft")] * proposal.passes
                 drafts = tokens[i][: counts[i]]
-                row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=counts[i] + 1)
+                row.commit_round(drafts, lengths[i], token, slots=recorded[i], positions=counts[i] + 1)
 
         # 4. the proposer takes the target's features of the verified positions; those past a row's accepted drafts are
         # overwritten in the next round
@@ -123,10 +126,16 @@ class Speculative:
         )
         return proposal, self.policy(proposal, [row.request.sampling for row in state.rows], memory)
 
-    def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[tuple[float, ...]]:
-        if proposal.confidence_BJ is None or not self.record_confidence:
-            return [()] * len(counts)
-        return [tuple(row[:count]) for row, count in zip(proposal.confidence_BJ.tolist(), counts, strict=True)]
+    def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[dict[str, tuple[float, ...]]]:
+        """What is kept of each row's drafted slots, by its name in Pass."""
+        values: dict[str, Tensor] = {}
+        if self.record_confidence and proposal.confidence_BJ is not None:
+            values["confidence"] = proposal.confidence_BJ
+        if self.record_distributions and proposal.probs_BJV is not None:
+            values["top"] = proposal.probs_BJV.amax(-1).log()
+            values["entropy"] = torch.special.entr(proposal.probs_BJV).sum(-1)
+        lists = {name: value_BJ.tolist() for name, value_BJ in values.items()}
+        return [{name: tuple(rows[b][:count]) for name, rows in lists.items()} for b, count in enumerate(counts)]
 
 
 def _verify_sampled(
