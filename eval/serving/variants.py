@@ -1,6 +1,5 @@
 """The variants of a load report, measured in the engine and simulated."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -30,24 +29,24 @@ from eval.serving.settings import AR, ServingSettings
 class Timed:
     """A scheduler whose own seconds are summed; it decides as the one inside."""
 
-    def __init__(self, inner: Scheduler) -> None:
-        self.inner, self.reads_confidence = inner, inner.reads_confidence
+    def __init__(self, inner: Scheduler, now: Clock) -> None:
+        self.inner, self.reads_confidence, self._now = inner, inner.reads_confidence, now
         self.seconds, self.rounds = 0.0, 0
 
     def new_memory(self, requests: int) -> ScheduleMemory:
         return self.inner.new_memory(requests)
 
     def drafts(self, memory: ScheduleMemory) -> bool:
-        start = time.perf_counter()
+        start = self._now()
         wanted = self.inner.drafts(memory)
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._now() - start
         self.rounds += 1
         return wanted
 
     def __call__(self, confidence_RJ: Floats, count_R: Ints, memory: ScheduleMemory) -> Ints:
-        start = time.perf_counter()
+        start = self._now()
         lengths = self.inner(confidence_RJ, count_R, memory)
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._now() - start
         return lengths
 
     def settings(self) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def measure(
 ) -> dict[str, Measured]:
     """All variants at one concurrency, in slices of about `tokens` tokens that take turns; every variant goes through
     the same prompts with the same seeds. The order rotates from repeat to repeat."""
-    timed = {name: Timed(scheduler) for name, scheduler in settings.schedulers(table).items()}
+    timed = {name: Timed(scheduler, now) for name, scheduler in settings.schedulers(table).items()}
     decoders: dict[str, Decoder] = {AR: Autoregressive(target=target)}
     for name, scheduler in timed.items():
         policy = ScheduledVerification(scheduler, calibration=calibration)
