@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dspec.decoding.autoregressive import Autoregressive
+from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
@@ -33,6 +34,10 @@ from eval.serving.settings import ServingSettings
 
 EVEN, RAGGED, PLAIN = "even", "ragged", "AR"
 Grid = Mapping[tuple[int, int], float]  # (R, n) -> seconds
+Samples = dict[tuple[str, int, int], list[tuple[int, float]]]  # (kind, R, n) -> k and seconds of each step
+_ANY_TABLE = AdditiveSteps(
+    bias_seconds=1.0, requests=(1,), alpha_seconds=(0.1,), tokens=(1, 2), theta_seconds=(0.0, 0.1)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,10 @@ class EngineCosts:
 
     steps: Mapping[str, MeasuredSteps]
     prefill: Mapping[str, Prefill]
-    table: AdditiveSteps  # fitted to the ragged steps: what schedulers read
+
+    def table(self) -> AdditiveSteps:
+        """What schedulers read: fitted to the ragged steps."""
+        return fit(self.steps[RAGGED].grid, about=self.steps[RAGGED].about)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -123,70 +131,75 @@ class ToldLengths:
         return {"scheduler": "told"}
 
 
-def measure_costs(
-    target: LanguageModel,
-    draft: Draft,
-    prompts: Sequence[ServedPrompt],
-    settings: ServingSettings,
-    *,
-    now: Clock,
-    about: Mapping[str, Any],
-) -> EngineCosts:
-    """Lengths vary fastest, then kinds, then R, then repeats, so that a slow moment of the machine affects all. Raises
-    UserError for lengths above the drafter's."""
-    J, lengths = draft.config.num_drafts, list(settings.profile_lengths)
-    if lengths[-1] > J:
-        raise UserError(f"serving.profile_lengths up to {lengths[-1]}: this drafter drafts {J} tokens")
-    flat = AdditiveSteps(
-        about={}, bias_seconds=1.0, requests=(1,), alpha_seconds=(0.1,), tokens=(1, 2), theta_seconds=(0.0, 0.1)
-    )
-    told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(flat, **settings.rules))}
-    lanes: dict[tuple[str, int], Lane] = {}
-    for R in settings.profile_requests:
-        for kind, scheduler in told.items():
-            policy = ScheduledVerification(scheduler, calibration=None)
-            decoder = Speculative(target=target, proposer=DraftProposer(draft), policy=policy)
-            lanes[kind, R] = Lane(decoder, prompts, R, now).warm_up(R)
-        lanes[PLAIN, R] = Lane(Autoregressive(target=target), prompts, R, now).warm_up(R)
-    samples: dict[tuple[str, int, int], list[tuple[int, float]]] = defaultdict(list)
-    for _ in range(settings.profile_repeats):
-        for (kind, R), lane in lanes.items():
-            for n in [0] if kind == PLAIN else lengths:
-                if kind != PLAIN:
-                    told[kind].length = n
+class StepTimer:
+    """Times steps of all kinds with R requests in flight, among whatever else takes turns with it."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: Draft,
+        prompts: Sequence[ServedPrompt],
+        settings: ServingSettings,
+        *,
+        requests: int,
+        now: Clock,
+    ) -> None:
+        """Raises UserError for lengths above the drafter's."""
+        self.requests, self.lengths = requests, list(settings.profile_lengths)
+        if self.lengths[-1] > (slots := draft.config.num_drafts):
+            raise UserError(f"serving.profile_lengths up to {self.lengths[-1]}: this drafter drafts {slots} tokens")
+        self._told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(_ANY_TABLE, **settings.rules))}
+        decoders: dict[str, Decoder] = {PLAIN: Autoregressive(target=target)}
+        for kind, scheduler in self._told.items():
+            policy = ScheduledVerification(scheduler, calibration=draft.metadata.calibration)
+            decoders[kind] = Speculative(target=target, proposer=DraftProposer(draft), policy=policy)
+        self._lanes = {kind: Lane(decoder, prompts, requests, now) for kind, decoder in decoders.items()}
+        for lane in self._lanes.values():
+            lane.warm_up(requests)
+
+    def time(self, samples: Samples) -> None:
+        """One step of each kind and length, in turn."""
+        for n in self.lengths:
+            for kind, lane in self._lanes.items():
+                if kind in self._told:
+                    self._told[kind].length = n
                 joining = lane.engine.waiting
-                samples[kind, R, n].append((joining, lane.step()))
-    return _costs(samples, about=about)
+                samples[kind, self.requests, 0 if kind == PLAIN else n].append((joining, lane.step()))
 
 
-def _costs(
-    samples: Mapping[tuple[str, int, int], Sequence[tuple[int, float]]], *, about: Mapping[str, Any]
-) -> EngineCosts:
-    """From (k, seconds) of steps, by kind, R and n. A point at which requests joined in every step takes its least."""
-    grids: dict[str, dict[tuple[int, int], float]] = {EVEN: {}, RAGGED: {}, PLAIN: {}}
-    late: dict[str, list[tuple[int, float]]] = {EVEN: [], RAGGED: [], PLAIN: []}
-    for (kind, R, n), steps in samples.items():
-        alone = [seconds for k, seconds in steps if not k]
-        grids[kind][R, n] = fmean(alone) if alone else min(seconds for _, seconds in steps)
-        late[kind] += [(k, seconds - grids[kind][R, n]) for k, seconds in steps if k]
-    prefill = {PLAIN: _prefill(late[PLAIN])}
-    prefill |= dict.fromkeys((EVEN, RAGGED), _prefill(late[EVEN] + late[RAGGED]))
-    return EngineCosts(
-        {kind: MeasuredSteps(about=about, grid=grid) for kind, grid in grids.items()},
-        prefill,
-        fit(grids[RAGGED], about=about),
-    )
+def measure_costs(timers: Sequence[StepTimer], *, repeats: int, about: Mapping[str, Any]) -> EngineCosts:
+    """Lengths vary fastest, then R, then repeats, so that a slow moment of the machine affects all."""
+    samples: Samples = defaultdict(list)
+    for _ in range(repeats):
+        for timer in timers:
+            timer.time(samples)
+    return costs_of(samples, about=about)
 
 
-def _prefill(late: Sequence[tuple[int, float]]) -> Prefill:
-    """The nearest line, neither part below 0; with a single k all of it is per request."""
-    if not late:
-        return Prefill(0.0, 0.0)
-    k, seconds = np.array(late, dtype=float).T
-    each = max(0.0, float(seconds.mean() / k.mean()))
-    if len(set(k)) < 2:
-        return Prefill(0.0, each)
-    slope, start = np.polyfit(k, seconds, 1)
-    if start < 0 or slope < 0:
-        return Prefill(0.0, each)
-    return Prefill(float(start), float(slope))
+def costs_of(samples: Samples, *, about: Mapping[str, Any]) -> EngineCosts:
+    """Least squares over all steps, in relative errors: seconds = of the kind, R and n + prefill(k)."""
+    steps, prefill = {}, {}
+    for kinds in ((PLAIN,), (EVEN, RAGGED)):
+        points = {point: timed for point, timed in samples.items() if point[0] in kinds}
+        base, joining = _fit_prefill(points)
+        for kind in kinds:
+            grid = {(R, n): seconds for (one, R, n), seconds in base.items() if one == kind}
+            steps[kind], prefill[kind] = MeasuredSteps(about=about, grid=grid), joining
+    return EngineCosts(steps, prefill)
+
+
+def _fit_prefill(points: Samples) -> tuple[dict[tuple[str, int, int], float], Prefill]:
+    """Seconds without joining requests by point, and the prefill's. Where requests joined in every step, the first
+    one's part cannot be told from the step's own, and is in it; no part is below 0."""
+    rows = [(i, k, seconds) for i, timed in enumerate(points.values()) for k, seconds in timed]
+    index_N, k_N, seconds_N = (np.array(column) for column in zip(*rows, strict=True))
+    own_NP = (index_N[:, None] == np.arange(len(points))).astype(float)
+    weight_N = 1 / np.array([fmean(seconds for _, seconds in timed) for timed in points.values()])[index_N]
+    for parts in ([k_N > 0, k_N], [k_N], []):
+        design = np.column_stack([own_NP, *parts]) * weight_N[:, None]
+        solution, _, rank, _ = np.linalg.lstsq(design, seconds_N * weight_N, rcond=None)
+        costs = solution[len(points) :]
+        if not parts or (rank == design.shape[1] and costs.min() >= 0):
+            break
+    first, each = [*[0.0] * (2 - len(costs)), *costs.tolist()]
+    return dict(zip(points, solution[: len(points)].tolist(), strict=True)), Prefill(first, each)

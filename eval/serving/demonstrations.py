@@ -18,7 +18,7 @@ _APPENDIX = TabulatedSteps(batch_tokens=(1, 2, 3), steps=(1.0, 0.5, 0.45), max_b
 
 
 def selection_bias(rules: Mapping[str, Any]) -> dict[str, float]:
-    """The probability of token A (the target's: 0.7) in appendix A's example by how the length is chosen, enumerated."""
+    """The probability of token A in appendix A's example (the target's: 0.7) by how the length is chosen, enumerated."""
     seconds, count = _APPENDIX.seconds(1, [1, 2, 3]), np.array([2])
 
     def searched(c: Floats) -> int:

@@ -21,6 +21,7 @@ from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel, require_causal
 from dspec.provenance import provenance
 from dspec.serving.recording import Recording
+from dspec.serving.simulator import Outcome
 from dspec.serving.step_table import StepTable, read_step_table
 from dspec.serving.traces import Replay
 from dspec.terminal import quiet
@@ -30,13 +31,13 @@ from eval.load import load_model
 from eval.meter import Meter
 from eval.reports.plots import plot_predicted, plot_serving
 from eval.serving import tables
-from eval.serving.costs import EngineCosts, measure_costs
+from eval.serving.costs import EngineCosts, StepTimer, measure_costs
 from eval.serving.demonstrations import overhead, selection_bias
 from eval.serving.lanes import clock, requests
 from eval.serving.prompts import left_to_right, served_prompts
 from eval.serving.record import record_answers
 from eval.serving.settings import SCHEDULED, ServingSettings
-from eval.serving.variants import measure, predict, row, verdicts
+from eval.serving.variants import Measured, measure, predict, row, verdicts
 
 
 def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: ServingSettings) -> None:
@@ -96,9 +97,10 @@ class LoadReport:
         recording.write(run_dir / "traces.jsonl")
         meter.phase("timing steps")
         costs = self._costs()
-        write_json(run_dir / "sps.json", costs.table.to_dict())
-        table = costs.table if settings.steps is None else read_step_table(Path(settings.steps).expanduser())
-        lines, cells, predicted = self._cells(meter, recording, costs, table)
+        fitted = costs.table()
+        write_json(run_dir / "sps.json", fitted.to_dict())
+        table = fitted if settings.steps is None else read_step_table(Path(settings.steps).expanduser())
+        lines, cells, predicted = self._cells(meter, recording, table)
         scheduled = verdicts(cells, predicted, statics=list(settings.statics()), scheduled=SCHEDULED, seed=self.seed)
         return {
             "run": self.made,
@@ -134,9 +136,13 @@ class LoadReport:
     def _costs(self) -> EngineCosts:
         about = {name: self.made[name] for name in ("hardware", "threads", "dtype", "git", "versions")}
         about |= {"target": self.target.name, "drafter": self.drafter, "clock": self.settings.clock}
-        return measure_costs(self.target, self.draft, self.served, self.settings, now=self.now, about=about)
+        timers = [
+            StepTimer(self.target, self.draft, self.served, self.settings, requests=R, now=self.now)
+            for R in self.settings.profile_requests
+        ]
+        return measure_costs(timers, repeats=self.settings.profile_repeats, about=about)
 
-    def _cells(self, meter: Meter, recording: Recording, costs: EngineCosts, table: StepTable) -> tuple[Any, Any, Any]:
+    def _cells(self, meter: Meter, recording: Recording, table: StepTable) -> tuple[Any, Any, Any]:
         settings, calibration = self.settings, self.draft.metadata.calibration
         sampling = self.served[0].request.sampling
         applies = calibration is not None and calibration.applies_to(sampling.temperature, sampling.top_p)
@@ -145,10 +151,12 @@ class LoadReport:
         tokens_per_answer = fmean(trace.tokens for trace in recording.traces)
         variants = 2 + len(settings.static) + len(SCHEDULED)
         meter.expect(len(settings.concurrency) * settings.repeats * variants, done=0)
-        lines, cells, predicted = [], {}, {}
+        lines: list[dict[str, Any]] = []
+        cells: dict[int, dict[str, Measured]] = {}
+        predicted: dict[int, dict[str, Outcome]] = {}
         for R in settings.concurrency:
             meter.phase(f"{R} in flight")
-            cells[R] = measure(
+            cells[R], costs = measure(
                 self.target,
                 self.draft,
                 self.served,

@@ -1,5 +1,6 @@
 """The variants of a load report, measured in the engine and simulated."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -20,7 +21,7 @@ from dspec.serving.step_table import Floats, StepTable
 from dspec.serving.traces import AnswerSource
 from eval.evaluate import rotated
 from eval.intervals import bootstrap
-from eval.serving.costs import EVEN, PLAIN, RAGGED, EngineCosts
+from eval.serving.costs import EVEN, PLAIN, RAGGED, EngineCosts, Samples, StepTimer, costs_of
 from eval.serving.lanes import Clock, Counts, Lane
 from eval.serving.prompts import ServedPrompt
 from eval.serving.settings import AR, ServingSettings
@@ -79,9 +80,11 @@ def measure(
     calibration: Calibration | None,
     now: Clock,
     advance: Callable[[int], None],
-) -> dict[str, Measured]:
+) -> tuple[dict[str, Measured], EngineCosts]:
     """All variants at one concurrency, in slices of about `tokens` tokens that take turns; every variant goes through
-    the same prompts with the same seeds. The order rotates from repeat to repeat."""
+    the same prompts with the same seeds. The order rotates from repeat to repeat.
+
+    What steps cost at this concurrency is timed in between, so that it is of the same moments of the machine."""
     timed = {name: Timed(scheduler, now) for name, scheduler in settings.schedulers(table).items()}
     decoders: dict[str, Decoder] = {AR: Autoregressive(target=target)}
     for name, scheduler in timed.items():
@@ -93,8 +96,12 @@ def measure(
         lane.rates.clear()
     for scheduler in timed.values():
         scheduler.seconds, scheduler.rounds = 0.0, 0
+    timer = StepTimer(target, draft, prompts, settings, requests=concurrency, now=now)
+    samples: Samples = defaultdict(list)
     results = {name: Measured() for name in lanes}
     for repeat in range(settings.repeats):
+        for _ in range(-(-settings.profile_repeats // settings.repeats)):
+            timer.time(samples)
         for name in rotated(list(lanes), repeat):
             results[name].slices.append(lanes[name].advance(tokens))
             advance(1)
@@ -103,7 +110,7 @@ def measure(
         result.answers = lanes[name].answers
         if name in timed:
             result.scheduler_microseconds = 1e6 * timed[name].seconds / max(1, timed[name].rounds)
-    return results
+    return results, costs_of(samples, about={})
 
 
 def predict(
