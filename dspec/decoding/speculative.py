@@ -75,7 +75,8 @@ class Speculative:
     @torch.inference_mode()
     def step(self, state: State) -> None:
         if not self.policy.drafts(state.parts[_POLICY]):
-            return self._plain_step(state)
+            self._plain_step(state)
+            return
         self._catch_up(state)
         # 1. draft: J tokens after each row's anchor, of which the policy sends count_B[b] to verification
         J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]

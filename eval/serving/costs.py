@@ -201,5 +201,5 @@ def _fit_prefill(points: Samples) -> tuple[dict[tuple[str, int, int], float], Pr
         costs = solution[len(points) :]
         if not parts or (rank == design.shape[1] and costs.min() >= 0):
             break
-    first, each = [*[0.0] * (2 - len(costs)), *costs.tolist()]
+    first, each = np.concatenate([np.zeros(2 - len(costs)), costs]).tolist()
     return dict(zip(points, solution[: len(points)].tolist(), strict=True)), Prefill(first, each)

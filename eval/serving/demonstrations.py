@@ -18,7 +18,7 @@ _APPENDIX = TabulatedSteps(batch_tokens=(1, 2, 3), steps=(1.0, 0.5, 0.45), max_b
 
 
 def selection_bias(rules: Mapping[str, Any]) -> dict[str, float]:
-    """The probability of token A in appendix A's example (the target's: 0.7) by how the length is chosen, enumerated."""
+    """The probability of token A in appendix A's example (the target's: 0.7) by how the length is chosen."""
     seconds, count = _APPENDIX.seconds(1, [1, 2, 3]), np.array([2])
 
     def searched(c: Floats) -> int:
@@ -58,10 +58,11 @@ def overhead(
     rng, count = np.random.default_rng(seed), np.full(requests, slots)
     confidence = rng.beta(4, 1, (repeats + 1, requests, slots))
     times = {}
-    for name, scheduler in {
+    schedulers: dict[str, Scheduler] = {
         "synchronous": Synchronous(table, **rules),
         "asynchronous": asynchronous(table, **rules),
-    }.items():
+    }
+    for name, scheduler in schedulers.items():
         memory, spent = scheduler.new_memory(requests), []
         for one in confidence:
             start = time.perf_counter()
