@@ -30,14 +30,11 @@ from dspec.serving.step_table import AdditiveSteps, Floats, StepTable
 from eval.profile_steps.measure import fit
 from eval.serving.lanes import Clock, Lane
 from eval.serving.prompts import ServedPrompt
-from eval.serving.settings import ServingSettings
+from eval.serving.settings import ANY_TABLE, ServingSettings
 
 EVEN, RAGGED, PLAIN = "even", "ragged", "AR"
 Grid = Mapping[tuple[int, int], float]  # (R, n) -> seconds
 Samples = dict[tuple[str, int, int], list[tuple[int, float]]]  # (kind, R, n) -> k and seconds of each step
-_ANY_TABLE = AdditiveSteps(
-    bias_seconds=1.0, requests=(1,), alpha_seconds=(0.1,), tokens=(1, 2), theta_seconds=(0.0, 0.1)
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +145,7 @@ class StepTimer:
         self.requests, self.lengths = requests, list(settings.profile_lengths)
         if self.lengths[-1] > (slots := draft.config.num_drafts):
             raise UserError(f"serving.profile_lengths up to {self.lengths[-1]}: this drafter drafts {slots} tokens")
-        self._told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(_ANY_TABLE, **settings.rules))}
+        self._told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(ANY_TABLE, **settings.rules))}
         decoders: dict[str, Decoder] = {PLAIN: Autoregressive(target=target)}
         for kind, scheduler in self._told.items():
             policy = ScheduledVerification(scheduler, calibration=draft.metadata.calibration)

@@ -22,18 +22,17 @@ class ServedPrompt:
 
 
 def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> list[tuple[str, Benchmark, Item]]:
-    """The first `limit` items of each benchmark, one of each in turn. Raises UserError where there is none, or one that
-    has holes to fill."""
+    """At most `limit` items of each benchmark, as many of each, in turn: any stretch of them has the same mixture.
+    Raises UserError where there is none, or one that has holes to fill."""
     queues = {name: list(benchmark.items()[:limit]) for name, benchmark in benchmarks.items()}
     if any(item.infills for items in queues.values() for item in items):
         raise UserError(
             "an engine serves text from left to right, it fills no holes: use benchmark=tiny or another one"
         )
-    longest = max(map(len, queues.values()), default=0)
-    if not longest:
+    count = min(map(len, queues.values()), default=0)
+    if not count:
         raise UserError("there are no prompts to serve: choose a benchmark, and set limit to at least 1")
-    turns = range(longest)
-    return [(name, benchmarks[name], items[i]) for i in turns for name, items in queues.items() if i < len(items)]
+    return [(name, benchmarks[name], items[i]) for i in range(count) for name, items in queues.items()]
 
 
 def served_prompts(

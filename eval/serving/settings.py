@@ -7,11 +7,14 @@ from typing import Any
 
 from dspec.errors import UserError
 from dspec.serving.schedulers import Scheduler, Static, Synchronous, Threshold, asynchronous
-from dspec.serving.step_table import StepTable, read_step_table
+from dspec.serving.step_table import AdditiveSteps, StepTable, read_step_table
 
 AR = "AR"
 SCHEDULED = ("synchronous", "asynchronous")
 CLOCKS = ("wall", "cpu")
+ANY_TABLE = AdditiveSteps(
+    bias_seconds=1.0, requests=(1,), alpha_seconds=(0.1,), tokens=(1, 2), theta_seconds=(0.0, 0.1)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class ServingSettings:
             )
         if self.steps is not None:
             read_step_table(Path(self.steps).expanduser())
-        Threshold(self.threshold)
+        self.schedulers(ANY_TABLE)  # they check their own settings
 
     @property
     def rules(self) -> dict[str, Any]:

@@ -108,13 +108,13 @@ def test_a_request_that_cannot_be_served_ends_the_report(toys: SimpleNamespace) 
         Lane(Autoregressive(target=target), served, 1, lambda: 0.0).step()
 
 
-def test_domains_take_turns() -> None:
+def test_domains_take_turns_as_long_as_all_have_prompts() -> None:
     def bench(*names: str, holes: bool = False) -> Any:
         items = [Item(n, n, response="x" if holes else None) for n in names]
         return SimpleNamespace(items=lambda: items)
 
     got = left_to_right({"a": bench("1", "2", "3"), "b": bench("4", "5")}, limit=None)
-    assert [(name, item.id) for name, _, item in got] == [("a", "1"), ("b", "4"), ("a", "2"), ("b", "5"), ("a", "3")]
+    assert [(name, item.id) for name, _, item in got] == [("a", "1"), ("b", "4"), ("a", "2"), ("b", "5")]
     assert len(left_to_right({"a": bench("1", "2", "3")}, limit=2)) == 2
     with pytest.raises(UserError, match="fills no holes"):
         left_to_right({"a": bench("1", holes=True)}, limit=None)
