@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FormatStrFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from dspec.atomic import atomic_file
 
@@ -350,6 +350,10 @@ def plot_predicted(curves: Mapping[str, Sequence[Mapping[str, Any]]], *, note: s
             xs, ys = [p["throughput"] for p in line], [p["predicted"]["throughput"] for p in line]
             axes.plot(xs, ys, color=colour, marker=marker, ls="", ms=6, mfc="none", mew=1.4, label=label)
         axes.set(xscale="log", yscale="log", xlabel=f"measured tokens per second ({note})", ylabel="simulated")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(FormatStrFormatter("%d"))
         axes.set_title("Predicted from traces at one concurrency", fontsize=10)
         _legend(figure, axes)
         _save(figure, path)

@@ -186,8 +186,7 @@ def write_report(results: Mapping[str, Any], run_dir: Path, *, clock: str) -> No
     plots, note = run_dir / "plots", f"seconds of the {clock} clock"
     plot_serving(curves, x="concurrency", y="throughput", note=note, path=plots / "throughput.png")
     plot_serving(curves, x="tokens_per_second_per_user", y="throughput", note=note, path=plots / "pareto.png")
-    drafting = {name: lines for name, lines in curves.items() if any(line["budget"] for line in lines)}
-    plot_serving(drafting, x="concurrency", y="budget", note="", path=plots / "budget.png")
+    plot_serving(curves, x="concurrency", y="budget", note="", path=plots / "budget.png")
     plot_predicted(curves, note=note, path=plots / "predicted.png")
 
 
