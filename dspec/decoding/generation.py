@@ -54,18 +54,22 @@ class Pass:
     valid: int = 0  # leading slots that count: not past a drafted stop token or the length limit
     filled: int = 0  # slots of the answer that it filled, in any order (diffusion LMs)
     beyond: int = 0  # slots that it filled after the answer's end
-    confidence: tuple[float, ...] = ()  # confidence logits of the drafted slots, when recorded
+    # of the drafted slots, when recorded:
+    confidence: tuple[float, ...] = ()  # confidence logits
+    top: tuple[float, ...] = ()  # log-probability of the drafter's likeliest token, under the distribution drafted from
+    entropy: tuple[float, ...] = ()  # of that distribution, in nats
 
     def to_row(self) -> list[Any]:
-        """Compact and JSON-ready: all fields but confidence, trailing defaults dropped."""
+        """Compact and JSON-ready: all fields but those of single slots, trailing defaults dropped."""
         values = [getattr(self, name) for name in _PASS_FIELDS]
         while len(values) > 1 and values[-1] == _PASS_DEFAULTS[len(values) - 1]:
             values.pop()
         return values
 
 
-_PASS_FIELDS = [f.name for f in fields(Pass) if f.name != "confidence"]
-_PASS_DEFAULTS = [f.default for f in fields(Pass) if f.name != "confidence"]
+_OF_SLOTS = ("confidence", "top", "entropy")
+_PASS_FIELDS = [f.name for f in fields(Pass) if f.name not in _OF_SLOTS]
+_PASS_DEFAULTS = [f.default for f in fields(Pass) if f.name not in _OF_SLOTS]
 
 
 @dataclass

@@ -31,12 +31,6 @@ class Proposal:
     confidence_BJ: Tensor | None = None
     passes: int = 0  # forward passes of the drafter
 
-    @staticmethod
-    def empty(rows: int, device: torch.device) -> "Proposal":
-        """Of a round that does not draft."""
-        none = torch.zeros(rows, 0, dtype=torch.long, device=device)
-        return Proposal(none, none.new_zeros(rows))
-
 
 class Proposer(Protocol):
     """Proposes drafts after each row's anchor, and receives the target's features of verified positions.

@@ -12,19 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dspec.decoding.generation import Pass, Request
-from dspec.decoding.loop import check_requests, prefill
+from dspec.decoding.loop import check_requests, next_tokens, prefill
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks
-from dspec.decoding.state import State
+from dspec.decoding.state import PerRow, State
 from dspec.decoding.verification import VerificationPolicy, verify_greedy, verify_sampled
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
 from dspec.models.ragged import RaggedRows
 from dspec.spans import span
 
-_DRAFTER, _POLICY = "drafter", "policy"  # the proposer's and the policy's part of the state
+# parts of the state: the proposer's, the policy's, and each row's features that the proposer has not taken yet
+_DRAFTER, _POLICY, _PENDING = "drafter", "policy", "pending"
 
 
 class Speculative:
@@ -39,9 +41,12 @@ class Speculative:
         proposer: Proposer,
         policy: VerificationPolicy,
         record_confidence: bool = False,
+        record_distributions: bool = False,
     ) -> None:
+        """Rounds keep the confidence logits of their drafts, and of the distributions that these were drawn from (there
+        are none if they are greedy) what Pass says, on request."""
         self.target, self.proposer, self.policy = target, proposer, policy
-        self.record_confidence = record_confidence
+        self.record_confidence, self.record_distributions = record_confidence, record_distributions
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         return sampling.to_dict() | self.proposer.settings() | self.policy.settings(sampling)
@@ -53,6 +58,7 @@ class Speculative:
         with span("prefill"):
             state.parts[_DRAFTER] = self.proposer.start(features_BLF)
         state.parts[_POLICY] = self.policy.new_memory(len(requests))
+        state.parts[_PENDING] = PerRow[list[Tensor]]([] for _ in requests)
         return state
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -68,6 +74,10 @@ class Speculative:
 
     @torch.inference_mode()
     def step(self, state: State) -> None:
+        if not self.policy.drafts(state.parts[_POLICY]):
+            self._plain_step(state)
+            return
+        self._catch_up(state)
         # 1. draft: J tokens after each row's anchor, of which the policy sends count_B[b] to verification
         J, samplings, memory = self.proposer.num_drafts, state.samplings, state.parts[_DRAFTER]
         uniform_BU = None if samplings.greedy else state.streams.take(2 * J + 1)
@@ -95,25 +105,55 @@ class Speculative:
         # 3. commit: the accepted drafts and the bonus token
         with span("bookkeeping"):
             lengths, tokens = accepted.tolist(), draft.tolist()
-            confidence = self._recorded(proposal, counts)
+            recorded = self._recorded(proposal, counts)
             for i, (row, token) in enumerate(zip(state.rows, bonus_token.tolist(), strict=True)):
                 if row.done:
                     row.generation.idle_positions += counts[i] + 1
                     continue
                 row.generation.passes += [Pass("draft")] * proposal.passes
                 drafts = tokens[i][: counts[i]]
-                row.commit_round(drafts, lengths[i], token, confidence=confidence[i], positions=counts[i] + 1)
+                row.commit_round(drafts, lengths[i], token, slots=recorded[i], positions=counts[i] + 1)
 
         # 4. the proposer takes the target's features of the verified positions; those past a row's accepted drafts are
         # overwritten in the next round
         self.proposer.extend(memory, verified.unpack(output.features_BLF)[:, : max(lengths) + 1], starts)
 
+    def _plain_step(self, state: State) -> None:
+        """A round that drafts nothing: one token per row. The proposer takes the features of such rounds all at once,
+        when it drafts again."""
+        anchor = torch.tensor([row.text[-1] for row in state.rows], device=self.target.device)[:, None]
+        taps = self.proposer.tap_ids
+        with span("target"):
+            output = self.target(anchor, start_B=state.starts, cache=state.cache, taps=taps)
+        with span("target LM head"):
+            logits_BV = self.target.logits(output.hidden_BLD[:, 0])
+        with span("sampling"):
+            tokens = next_tokens(logits_BV, state)
+        with span("bookkeeping"):
+            pending = state.parts[_PENDING]
+            for row, token, late, feature_F in zip(state.rows, tokens, pending, output.features_BLF[:, 0], strict=True):
+                late.append(feature_F)
+                if row.done:
+                    row.generation.idle_positions += 1
+                else:
+                    row.commit_round([], 0, token, positions=1)
+
+    def _catch_up(self, state: State) -> None:
+        """Gives the proposer what rounds without drafts have left. Rows that have less of it are padded: from the
+        anchor on, positions are written again after they are verified."""
+        pending = state.parts[_PENDING]
+        if not any(pending):
+            return
+        starts = [start - len(late) for start, late in zip(state.starts, pending, strict=True)]
+        width = len(next(late for late in pending if late)[0])
+        none = torch.zeros(0, width, dtype=self.target.dtype, device=self.target.device)
+        features_BLF = pad_sequence([torch.stack(late) if late else none for late in pending], batch_first=True)
+        self.proposer.extend(state.parts[_DRAFTER], features_BLF, starts)
+        for late in pending:
+            late.clear()
+
     def _draft(self, state: State, uniform_BJ: Tensor | None) -> tuple[Proposal, Tensor]:
-        """A proposal, and how much of it is verified [B]; where the policy drafts nothing, both are empty."""
-        memory = state.parts[_POLICY]
-        if not self.policy.drafts(memory):
-            proposal = Proposal.empty(len(state.rows), self.target.device)
-            return proposal, proposal.count_B
+        """A proposal, and how much of it is verified [B]."""
         proposal = self.proposer.propose(
             state.parts[_DRAFTER],
             [row.text for row in state.rows],
@@ -121,12 +161,19 @@ class Speculative:
             uniform_BJ=uniform_BJ,
             confidence=self.record_confidence or self.policy.reads_confidence,
         )
-        return proposal, self.policy(proposal, [row.request.sampling for row in state.rows], memory)
+        samplings = [row.request.sampling for row in state.rows]
+        return proposal, self.policy(proposal, samplings, state.parts[_POLICY])
 
-    def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[tuple[float, ...]]:
-        if proposal.confidence_BJ is None or not self.record_confidence:
-            return [()] * len(counts)
-        return [tuple(row[:count]) for row, count in zip(proposal.confidence_BJ.tolist(), counts, strict=True)]
+    def _recorded(self, proposal: Proposal, counts: Sequence[int]) -> list[dict[str, tuple[float, ...]]]:
+        """What is kept of each row's drafted slots, by its name in Pass."""
+        values: dict[str, Tensor] = {}
+        if self.record_confidence and proposal.confidence_BJ is not None:
+            values["confidence"] = proposal.confidence_BJ
+        if self.record_distributions and proposal.probs_BJV is not None:
+            values["top"] = proposal.probs_BJV.amax(-1).log()
+            values["entropy"] = torch.special.entr(proposal.probs_BJV).sum(-1)
+        lists = {name: value_BJ.tolist() for name, value_BJ in values.items()}
+        return [{name: tuple(rows[b][:count]) for name, rows in lists.items()} for b, count in enumerate(counts)]
 
 
 def _verify_sampled(

@@ -1,6 +1,6 @@
 """Requests in flight: their text, caches and random streams, which join and leave the batch together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -44,13 +44,14 @@ class Row:
         bonus_token: int | None,
         *,
         kind: Kind = "verify",
-        confidence: tuple[float, ...] = (),
+        slots: Mapping[str, tuple[float, ...]] | None = None,
         **cost: int,
     ) -> None:
         """Commits a round's accepted drafts and the bonus token, if any, and records the pass.
 
         Slots past the first drafted stop (accepted or not: validity must not depend on the outcome) or past the
-        length limit do not count. `cost` holds the pass's `positions` and `branches`.
+        length limit do not count. `slots` holds what is recorded of each (Pass.confidence, ...), `cost` the pass's
+        `positions` and `branches`.
         """
         known = len(self.generation.tokens)
         answer = [*self.generation.tokens, *drafts[: self.request.max_new_tokens - known]]
@@ -58,7 +59,8 @@ class Row:
         bonus = [] if bonus_token is None else [bonus_token]
         committed = self.commit([*drafts[:accepted], *bonus])
         counts = {"drafted": len(drafts), "accepted": min(accepted, valid), "valid": valid}
-        self.generation.passes.append(Pass(kind, committed, confidence=confidence, **counts, **cost))
+        numbers: dict[str, Any] = {**counts, **cost, **(slots or {})}
+        self.generation.passes.append(Pass(kind, committed, **numbers))
 
 
 class StatePart(Protocol):

@@ -90,13 +90,13 @@ class CalibratedConfidence:
         logits = proposal.confidence_BJ
         if logits is None:
             raise UserError("verification by confidence needs a drafter with a confidence head")
-        confidence = torch.sigmoid(logits)
-        if self.calibration is not None:
-            fitted = [self.calibrated(sampling) for sampling in samplings]
-            temperatures = torch.tensor(self.calibration.temperatures, dtype=logits.dtype)
-            calibrated = calibrated_confidence(logits, temperatures)
-            confidence = torch.where(torch.tensor(fitted, device=logits.device)[:, None], calibrated, confidence)
-        return confidence
+        fitted = [self.calibrated(sampling) for sampling in samplings]
+        if self.calibration is None or not any(fitted):
+            return torch.sigmoid(logits)
+        calibrated = calibrated_confidence(logits, torch.tensor(self.calibration.temperatures, dtype=logits.dtype))
+        if all(fitted):
+            return calibrated
+        return torch.where(torch.tensor(fitted, device=logits.device)[:, None], calibrated, torch.sigmoid(logits))
 
 
 class ConfidenceThreshold(_Memoryless):

@@ -38,6 +38,12 @@ class RaggedRows:
         return row_N, index_N
 
     @cached_property
+    def _goals(self) -> Tensor:
+        """Where each of the N stands in the padded form, both dimensions as one."""
+        row_N, index_N = self.places
+        return row_N * self.longest + index_N
+
+    @cached_property
     def _sources(self) -> Tensor:
         """Which of the N stands at each place of the padded form; padding repeats its row's last token."""
         first_B = self._ends - torch.tensor(self.lengths)
@@ -48,10 +54,10 @@ class RaggedRows:
         """[B, L, ...] -> [1, N, ...]."""
         if self.even:
             return padded.flatten(0, 1)[None]
-        return padded[self.places][None]
+        return padded.flatten(0, 1).index_select(0, self._goals)[None]
 
     def unpack(self, packed: Tensor) -> Tensor:
         """[1, N, ...] -> [B, L, ...]; what stands in the padding is not to be read."""
         if self.even:
             return packed[0].unflatten(0, (len(self.lengths), self.longest))
-        return packed[0][self._sources]
+        return packed[0].index_select(0, self._sources.flatten()).unflatten(0, self._sources.shape)

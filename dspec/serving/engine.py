@@ -114,6 +114,11 @@ class Engine:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def running(self) -> list[Generation]:
+        """The answers in flight, as far as they are."""
+        return [ticket.row.generation for ticket in self._running if ticket.row is not None]
+
     def submit(self, request: Request) -> int:
         """Puts a request in the queue; returns the number of its answer. The answer to a request that cannot be
         decoded is an error; no other request notices."""

@@ -123,6 +123,13 @@ class StepCosts:
     def __init__(self, table: StepTable, shape: Callable[[Floats, int], Floats], *, extend: bool) -> None:
         self.table, self._shape, self._extend = table, shape, extend
         self._known: dict[tuple[int, int], Floats] = {}
+        self._without: dict[int, float | None] = {}
+
+    def without_drafts(self, requests: int) -> float | None:
+        """Seconds of a step that does not draft."""
+        if requests not in self._without:
+            self._without[requests] = self.table.seconds_without_drafts(requests)
+        return self._without[requests]
 
     def __call__(self, requests: int, slots: int) -> Floats:
         """[R * J + 1], for K = 0, 1, ..."""
@@ -148,7 +155,7 @@ class Drafting:
 
     def wanted(self, memory: ScheduleMemory) -> bool:
         requests = len(memory.past)
-        without = self.costs.table.seconds_without_drafts(requests)
+        without = self.costs.without_drafts(requests)
         if memory.mean_J is None or without is None:
             return True
         pays = drafting_pays(memory.mean_J, requests, self.costs(requests, len(memory.mean_J)), without)

@@ -5,8 +5,8 @@ is verified, time advances by what the step table says. A result of it is a simu
 was measured on, and is to be labelled so.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,8 @@ class Served:
 
 @dataclass
 class Outcome:
-    """What a simulation counted, from its start until the last of the requests asked for was finished; the tokens of
-    those in flight at that time count too."""
+    """What a simulation counted, from its start (or the end of its warm-up) until the last of the requests asked for
+    was finished; the tokens of those in flight at that time count too."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -90,6 +90,11 @@ class Outcome:
         """Seconds from arrival to admission; in a closed loop 0."""
         return float(np.mean([one.admitted - one.arrived for one in self.served]))
 
+    def since(self, before: "Outcome") -> "Outcome":
+        """What was counted after an earlier copy of this outcome."""
+        sums = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self) if f.name != "served"}
+        return Outcome(**sums, served=self.served[len(before.served) :])
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         rates = ("throughput", "tokens_per_second_per_user", "budget", "waste", "mean_wait")
@@ -107,29 +112,32 @@ def simulate(
     load: Load,
     *,
     requests: int,
-    prefill_seconds: float,
+    prefill_seconds: float | Callable[[int], float],
     seed: int,
     oracle: bool = False,
+    warmup: int = 0,
 ) -> Outcome:
-    """Serves `requests` answers of `source`. Prefill, which emits each one's first token, stops the others for
-    `prefill_seconds` per request. With `oracle` the scheduler is told which drafts will be accepted, in place of their
+    """Serves `requests` answers of `source`, after `warmup` ones that do not count. Prefill, which emits each one's
+    first token, stops the others for `prefill_seconds` per request, or for what it says of the number that join in a
+    step. With `oracle` the scheduler is told which drafts will be accepted, in place of their
     confidences: an upper bound. Deterministic by seed; answers and arrivals are the same for all schedulers as far as
     their order allows. Raises UserError for requests < 1."""
-    if requests < 1 or prefill_seconds < 0:
-        raise UserError(f"a simulation needs requests >= 1 and prefill_seconds >= 0: {requests}, {prefill_seconds}")
+    prefill = prefill_seconds if callable(prefill_seconds) else lambda joining: prefill_seconds * joining
+    if requests < 1 or warmup < 0 or prefill(1) < 0:
+        raise UserError(f"a simulation needs requests >= 1, warmup and prefill_seconds >= 0: {requests}, {warmup}")
     order, times = (np.random.default_rng([seed, k]) for k in range(2))
     arrivals = load.arrivals(times)
     arrival = next(arrivals)
     flight: list[Served] = []
-    memory, out = scheduler.new_memory(0), Outcome()
-    while len(out.served) < requests:
+    memory, out, before = scheduler.new_memory(0), Outcome(), Outcome()
+    while len(out.served) < warmup + requests:
         # 1. admit
         new: list[Served] = []
         while arrival <= out.seconds and len(flight) + len(new) < load.max_in_flight:
             arrived = out.seconds if load.arrivals_per_second is None else arrival
             new.append(Served(source.answer(order), arrived=arrived, admitted=out.seconds, tokens=1))
             arrival = next(arrivals)
-        out.seconds, out.tokens = out.seconds + prefill_seconds * len(new), out.tokens + len(new)
+        out.seconds, out.tokens = out.seconds + (prefill(len(new)) if new else 0.0), out.tokens + len(new)
         flight += new
         memory.join(scheduler.new_memory(len(new)))
         if not flight:
@@ -147,7 +155,9 @@ def simulate(
             out.served += [one for one in flight if one.tokens >= one.answer.tokens]
             flight = [flight[i] for i in left]
             memory.select(left)
-    return out
+            if len(before.served) < warmup <= len(out.served):
+                before = replace(out, served=list(out.served))
+    return out.since(before)
 
 
 def _step(

@@ -1,9 +1,11 @@
 """Where simulated drafts come from: recorded rounds, replayed, or a distribution fitted to them.
 
-A trace is a request's answer as positions: whether the drafter finds the token that stands there, and how sure it is of
-it. Recorded rounds that verified every draft say that for all positions but one: after a round whose drafts were all
-accepted, the next token is the target's; the drafter is taken to find it if it finds the one after it. So any number
-of drafts can be verified from any position, and verifying all of them gives the recorded rounds again.
+A trace is a request's answer as rounds that verified every draft. Where rounds begin is recorded; between two of them
+an answer is replayed as positions: whether the drafter found the token that stands there, and how sure it was of it.
+After a round whose drafts were all accepted, the next token is the target's; the drafter is taken to find it if it
+finds the one after it. So any number of drafts can be verified from any position, and verifying all of them gives the
+recorded rounds again. In truth a shorter draft ends at text that is verified, and drafts from there are better than
+late slots of a longer one: traces with a round at every position (eval/serving/record.py) show that too.
 
 Legend: J = draft slots, N = rounds.
 """
@@ -21,18 +23,28 @@ from dspec.serving.step_table import Floats
 
 @dataclass(frozen=True)
 class Round:
-    """Confidence logits of the drafts verified, how many were accepted, how many tokens came of it."""
+    """A round that verified all J drafts: what is known of each, before any temperature, and what came of them.
 
-    logits: tuple[float, ...]
-    accepted: int
-    committed: int
+    Only the first `valid` say something about acceptance: the others are past a drafted stop or the length limit."""
+
+    logits: tuple[float, ...]  # of the confidence head; () without one
+    accepted: int  # at most `valid`
+    committed: int  # tokens
+    valid: int
+    # of the distribution that a draft was drawn from: log-probability of its likeliest token, entropy in nats; ()
+    # where drafts are greedy
+    top: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The rounds of one answer, after the token that its prefill emitted."""
+    """The rounds of one answer, after the token that its prefill emitted; its prompt's id, domain and length."""
 
     rounds: tuple[Round, ...]
+    id: str = ""
+    domain: str = ""
+    prompt_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -45,9 +57,9 @@ def record(generations: Sequence[Generation]) -> list[Trace]:
     confidences."""
     traces = []
     for generation in generations:
-        if any(len(r.confidence) < r.valid for r in generation.rounds):
+        if any(len(r.confidence) < r.drafted for r in generation.rounds):
             raise UserError("these answers have no recorded confidences: decode them with record_confidence=True")
-        rounds = [Round(r.confidence[: r.valid], r.accepted, r.committed) for r in generation.rounds]
+        rounds = [Round(r.confidence, r.accepted, r.committed, r.valid, r.top, r.entropy) for r in generation.rounds]
         traces.append(Trace(tuple(rounds)))
     return traces
 
@@ -84,21 +96,24 @@ class Replay:
 
 
 class ReplayedAnswer:
-    """A trace by position: `hit[t]` and `sure[t]` of the token after t others, `after[t]` the confidences of a
-    round's drafts after a miss."""
+    """A trace by position: `rounds[t]` is the one recorded after t tokens. Between them, `hit[t]` and `sure[t]` are of
+    the token after t others, `after[t]` the confidences of a round's drafts after a miss."""
 
     def __init__(self, trace: Trace, temperatures_J: Floats) -> None:
         self.tokens, self.slots = trace.tokens, len(temperatures_J)
+        self.rounds: dict[int, tuple[Floats, int]] = {}
         self.hit, self.sure = [True], [1.0]  # position 0: the prefill's token
         self.after: dict[int, Floats] = {}
-        unknown = []
+        unknown, at = [], 1
         for one in trace.rounds:
-            c = 1 / (1 + np.exp(-np.array(one.logits) / temperatures_J[: len(one.logits)]))
+            c = 1 / (1 + np.exp(-np.array(one.logits) / temperatures_J))
+            self.rounds[at] = c, one.accepted
+            at += one.committed
             self.hit += [True] * one.accepted
             self.sure += c[: one.accepted].tolist()
             if one.committed == one.accepted:
-                continue  # it ended with an accepted stop
-            if missed := one.accepted < len(one.logits):
+                continue  # it ended with an accepted stop, or at the length limit
+            if missed := one.accepted < len(c):
                 self.after[len(self.hit)] = c[one.accepted + 1 :]
             else:
                 unknown.append(len(self.hit))
@@ -109,6 +124,8 @@ class ReplayedAnswer:
                 self.hit[t], self.sure[t] = self.hit[t + 1], self.sure[t + 1]
 
     def draft(self, at: int) -> tuple[Floats, int]:
+        if at in self.rounds:
+            return self.rounds[at]
         accepted = 0
         while accepted < self.slots and at + accepted < self.tokens and self.hit[at + accepted]:
             accepted += 1
@@ -131,7 +148,7 @@ class FittedSource:
     def fit(traces: Sequence[Trace], *, slots: int, temperatures: Sequence[float]) -> "FittedSource":
         """From rounds that drafted all slots; `temperatures` are those of STS on the same traces (1 for each slot: the
         head is calibrated). Raises UserError for fewer than 2 such rounds."""
-        logits_NJ = np.array([r.logits for trace in traces for r in trace.rounds if len(r.logits) == slots])
+        logits_NJ = np.array([r.logits for trace in traces for r in trace.rounds if r.valid == slots])
         if len(logits_NJ) < 2:
             raise UserError(f"{len(logits_NJ)} rounds with {slots} drafts are too few to fit: record more answers")
         return FittedSource(

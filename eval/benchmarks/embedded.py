@@ -92,6 +92,20 @@ class Functions(Embedded):
         return {**super().source(), "sandbox": f"whitelist of syntax+{self._judge.level}"}
 
 
+class Stories(Embedded):
+    """Short stories to write; no verdict."""
+
+    quality = ""
+
+    def __init__(self, *, split: str, count: int, max_new_tokens: int, seed: int) -> None:
+        super().__init__(
+            task="stories", split=split, unseen=False, count=count, seed=seed, max_new_tokens=max_new_tokens
+        )
+
+    def verdicts(self, item: Item, answer: str) -> dict[str, bool]:
+        return {}
+
+
 def solves(text: str, answer: str) -> bool:
     """Whether the last ``#### <integer>`` of ``text`` is ``answer``; thousands may have commas."""
     found = _ANSWER.findall(text)

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FormatStrFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from dspec.atomic import atomic_file
 
@@ -301,6 +301,61 @@ def plot_steps(
         axes.set(title="Time of a step", xlabel="tokens verified (hollow: nothing drafted)", ylabel="milliseconds")
         axes.set_ylim(bottom=0)
         axes.legend(title="requests; lines: fit")
+        _save(figure, path)
+
+
+_SERVING = {
+    "concurrency": "requests in flight",
+    "throughput": "tokens per second, all requests",
+    "tokens_per_second_per_user": "tokens per second of one request",
+    "budget": "drafts verified per request and step",
+}
+
+
+def plot_serving(curves: Mapping[str, Sequence[Mapping[str, Any]]], *, x: str, y: str, note: str, path: Path) -> None:
+    """Cells of a load report: one line per variant, its points by `x` and `y`. Against anything but the concurrency,
+    points are labelled with it."""
+    _check({name: [point[y] for point in points] for name, points in curves.items()}, length=None)
+    with rc_context(_STYLE):
+        figure = _figure(7.0, 4.4)
+        axes = figure.add_subplot()
+        for (label, points), (colour, dash, marker) in zip(curves.items(), _looks(), strict=False):
+            known = [point for point in points if point[x] is not None]
+            xs, ys = ([point[name] for point in known] for name in (x, y))
+            axes.plot(xs, ys, color=colour, ls=dash, marker=marker, ms=5, lw=1.6, label=label)
+            for point in known if x != "concurrency" and label in list(curves)[:1] else ():
+                at = (point[x], point[y])
+                axes.annotate(f"{point['concurrency']}", at, xytext=(4, -10), textcoords="offset points", fontsize=7)
+        if x == "concurrency":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+        axes.set(xlabel=_SERVING[x], ylabel=_SERVING[y])
+        axes.set_title(f"{_SERVING[y].capitalize()}{f' ({note})' if note else ''}", fontsize=10)
+        axes.set_ylim(bottom=0)
+        _legend(figure, axes)
+        _save(figure, path)
+
+
+def plot_predicted(curves: Mapping[str, Sequence[Mapping[str, Any]]], *, note: str, path: Path) -> None:
+    """Throughput that the simulator predicts against the measured one, one marker per variant; the band is 10 %."""
+    points = [point for line in curves.values() for point in line]
+    low, high = (edge(p["throughput"] for p in points) for edge in (min, max))
+    ends = [low * 0.8, high * 1.25]
+    with rc_context(_STYLE):
+        figure = _figure(5.6, 5.0)
+        axes = figure.add_subplot()
+        axes.fill_between(ends, [0.9 * e for e in ends], [1.1 * e for e in ends], color="#EEEEEE", label="within 10 %")
+        axes.plot(ends, ends, color="#999999", lw=1.0)
+        for (label, line), (colour, _, marker) in zip(curves.items(), _looks(), strict=False):
+            xs, ys = [p["throughput"] for p in line], [p["predicted"]["throughput"] for p in line]
+            axes.plot(xs, ys, color=colour, marker=marker, ls="", ms=6, mfc="none", mew=1.4, label=label)
+        axes.set(xscale="log", yscale="log", xlabel=f"measured tokens per second ({note})", ylabel="simulated")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(FormatStrFormatter("%d"))
+        axes.set_title("Predicted from traces at one concurrency", fontsize=10)
+        _legend(figure, axes)
         _save(figure, path)
 
 

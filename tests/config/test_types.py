@@ -137,6 +137,7 @@ COMPOSED: list[tuple[str, list[str]]] = [
     ("speed", []),
     ("profile_steps", []),
     ("search", ["recipe=sweeps/jacobi_config"]),
+    ("serving", ["recipe=sweeps/serving_load"]),
 ]
 UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x"}
 

@@ -73,9 +73,9 @@ def logit(c: float) -> float:
 def test_an_answer_by_position() -> None:
     """Two rounds of three drafts: one accepted, then all three, then the answer's last token."""
     rounds = (
-        Round((logit(0.9), logit(0.4), logit(0.3)), 1, 2),
-        Round((logit(0.8), logit(0.7), logit(0.6)), 3, 4),
-        Round((logit(0.5), logit(0.2)), 0, 1),
+        Round((logit(0.9), logit(0.4), logit(0.3)), 1, 2, 3),
+        Round((logit(0.8), logit(0.7), logit(0.6)), 3, 4, 3),
+        Round((logit(0.5), logit(0.2), logit(0.1)), 0, 1, 2),
     )
     answer = Replay([Trace(rounds)], slots=3, temperatures=None).answer(np.random.default_rng(0))
     assert answer.tokens == 8
@@ -85,11 +85,11 @@ def test_an_answer_by_position() -> None:
     assert drafted[1][0] == pytest.approx([0.4, 0.3, 0.3])
     assert drafted[2][0] == pytest.approx([0.8, 0.7, 0.6])
     assert drafted[4][0] == pytest.approx([0.6, 0.5, 0.5])  # the target's token is as likely as the one after it
-    assert drafted[6][0] == pytest.approx([0.5, 0.2, 0.2])
+    assert drafted[6][0] == pytest.approx([0.5, 0.2, 0.1])
 
 
 def test_temperatures_calibrate_the_replay() -> None:
-    trace = Trace((Round((2.0, -2.0), 1, 2),))
+    trace = Trace((Round((2.0, -2.0), 1, 2, 2),))
     answer = Replay([trace], slots=2, temperatures=[4.0, 0.5]).answer(np.random.default_rng(0))
     assert answer.draft(1)[0] == pytest.approx([1 / (1 + np.exp(-0.5)), 1 / (1 + np.exp(4.0))])
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_replayed() -> None:
     with pytest.raises(UserError, match="no rounds to replay"):
         Replay([Trace(())], slots=3, temperatures=None)
     with pytest.raises(UserError, match="too few to fit"):
-        FittedSource.fit([Trace((Round((1.0, 1.0), 0, 1),))], slots=2, temperatures=[1, 1])
+        FittedSource.fit([Trace((Round((1.0, 1.0), 0, 1, 2),))], slots=2, temperatures=[1, 1])
 
 
 def test_a_fit_has_the_moments_of_its_traces() -> None:
@@ -151,7 +151,7 @@ def test_a_fit_has_the_moments_of_its_traces() -> None:
     rounds = []
     for answer in answers * 300:
         c, n = answer.draft(1)
-        rounds.append(Round(tuple(np.log(c / (1 - c)).tolist()), n, n + 1))
+        rounds.append(Round(tuple(np.log(c / (1 - c)).tolist()), n, n + 1, len(c)))
     fit = FittedSource.fit([Trace(tuple(rounds))], slots=3, temperatures=[1.0] * 3)
     assert fit.mean_J == pytest.approx([2.0] * 3, abs=0.1)
     assert fit.factor_JJ @ fit.factor_JJ.T == pytest.approx(0.7 + 0.3 * np.eye(3), abs=0.12)
@@ -178,12 +178,12 @@ def test_plain_decoding_by_hand() -> None:
 
 
 def test_verified_tokens_cost_time() -> None:
-    sure = Replay([Trace((Round((9.0,) * 3, 3, 4),) * 5)], slots=3, temperatures=None)
+    sure = Replay([Trace((Round((9.0,) * 3, 3, 4, 3),) * 5)], slots=3, temperatures=None)
     out = run(Static(3), machine(), 2, source=sure, requests=2)
     assert (out.steps, out.tokens, out.verified, out.accepted) == (5, 42, 30, 30)
     assert out.seconds == pytest.approx(5 * float(machine().seconds(2, 8)))
     assert out.budget == 3
-    never = Replay([Trace((Round((9.0,) * 3, 0, 1),) * 5)], slots=3, temperatures=None)
+    never = Replay([Trace((Round((9.0,) * 3, 0, 1, 3),) * 5)], slots=3, temperatures=None)
     assert run(Static(2), machine(), 1, source=never, requests=1).waste == 1.0
     assert run(Static(2), machine(), 1, source=never, requests=1).budget == 2
 
@@ -232,7 +232,7 @@ def test_memory_follows_the_requests_in_flight() -> None:
             self.answers.append(self.answers.pop(0))
             return self.answers[-1]
 
-    traces = [Trace((Round((0.1 * n,), 0, 1),) * n) for n in (2, 5, 9, 14)]
+    traces = [Trace((Round((0.1 * n,), 0, 1, 1),) * n) for n in (2, 5, 9, 14)]
     costs = StepCosts(machine(), lambda raw, R: raw, extend=False)
     watching = Watching("watching", costs, lag=1, drafting=None)
     run(watching, machine(), 5, source=Kinds(traces, slots=1, temperatures=None), requests=20)

@@ -1,0 +1,1 @@
+"""An engine under load: measured, and predicted from traces recorded at one concurrency."""
