@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from dspec.errors import UserError
-from dspec.serving.schedulers import Scheduler
+from dspec.serving.estimators import Estimator
+from dspec.serving.schedulers import Scheduler, StepCosts
 from dspec.serving.scheduling import Ints
-from dspec.serving.step_table import StepTable
+from dspec.serving.step_table import Floats, StepTable
 from dspec.serving.traces import Answer, AnswerSource
 
 
@@ -64,6 +65,8 @@ class Outcome:
     verified: int = 0  # drafts
     accepted: int = 0
     served: list[Served] = field(default_factory=list)  # the finished ones
+    # of each step that drafted, with an estimator: features [R, J, F], estimates [R, J] and how many would be accepted
+    estimates: list[tuple[Floats, Floats, Ints]] = field(default_factory=list)
 
     @property
     def throughput(self) -> float:
@@ -110,9 +113,11 @@ def simulate(
     prefill_seconds: float,
     seed: int,
     oracle: bool = False,
+    estimator: Estimator | None = None,
 ) -> Outcome:
     """Serves `requests` answers of `source`. Prefill, which emits each one's first token, stops the others for
-    `prefill_seconds` per request. With `oracle` the scheduler is told which drafts will be accepted, in place of their
+    `prefill_seconds` per request. An `estimator` makes confidences of drafts that are features, and sees what came of
+    those that were sent. With `oracle` the scheduler is told which drafts will be accepted, in place of their
     confidences: an upper bound. Deterministic by seed; answers and arrivals are the same for all schedulers as far as
     their order allows. Raises UserError for requests < 1."""
     if requests < 1 or prefill_seconds < 0:
@@ -122,6 +127,7 @@ def simulate(
     arrival = next(arrivals)
     flight: list[Served] = []
     memory, out = scheduler.new_memory(0), Outcome()
+    costs = StepCosts(table, lambda raw, R: raw, extend=True)
     while len(out.served) < requests:
         # 1. admit
         new: list[Served] = []
@@ -136,7 +142,7 @@ def simulate(
             out.seconds = arrival
             continue
         # 2. draft and verify
-        emitted = _step(flight, source.slots, scheduler, memory, table, out, oracle=oracle)
+        emitted = _step(flight, source.slots, scheduler, memory, costs, out, oracle=oracle, estimator=estimator)
         # 3. commit, and drop what is finished
         for one, count in zip(flight, emitted, strict=True):
             count = min(count, one.answer.tokens - one.tokens)
@@ -155,10 +161,11 @@ def _step(
     slots: int,
     scheduler: Scheduler,
     memory: Any,
-    table: StepTable,
+    costs: StepCosts,
     out: Outcome,
     *,
     oracle: bool,
+    estimator: Estimator | None,
 ) -> list[int]:
     """Tokens that each request emits."""
     R, lengths = len(flight), np.zeros(len(flight), dtype=np.int64)
@@ -168,14 +175,19 @@ def _step(
     if scheduler.drafts(memory):
         drafts = [one.answer.draft(one.tokens) for one in flight]
         accepted = np.array([n for _, n in drafts])
-        confidence_RJ = np.stack([c for c, _ in drafts])
+        confidence_RJ = drafted = np.stack([c for c, _ in drafts])
+        if estimator is not None:
+            confidence_RJ = estimator(drafted)
+            out.estimates.append((drafted, confidence_RJ, accepted))
         if oracle:
             confidence_RJ = (np.arange(slots) < accepted[:, None]).astype(float)
         lengths = scheduler(confidence_RJ, np.full(R, slots), memory)
+        if estimator is not None:
+            estimator.observe(drafted, lengths, np.minimum(lengths, accepted))
         out.drafted_steps += 1
     else:
-        without = table.seconds_without_drafts(R)
-    spent = table.seconds(R, R + lengths.sum(), extend=True) if without is None else without
+        without = costs.table.seconds_without_drafts(R)
+    spent = costs(R, slots)[lengths.sum()] if without is None else without
     out.seconds += float(spent)
     kept = np.minimum(lengths, accepted)
     out.verified, out.accepted = out.verified + int(lengths.sum()), out.accepted + int(kept.sum())
