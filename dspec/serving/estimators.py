@@ -73,11 +73,12 @@ class Online:
         self._likelihood_JG = np.zeros((slots, len(self.grid_G)))
 
     @property
-    def temperatures_J(self) -> Floats:
+    def temperatures(self) -> Floats:
+        """Of the slots."""
         return self.grid_G[(self._likelihood_JG + self._prior_G).argmax(1)]
 
     def __call__(self, drafts_RJF: Floats) -> Floats:
-        return sigmoid(drafts_RJF[..., LOGIT] / self.temperatures_J)
+        return sigmoid(drafts_RJF[..., LOGIT] / self.temperatures)
 
     def observe(self, drafts_RJF: Floats, sent_R: Ints, accepted_R: Ints) -> None:
         R, J = drafts_RJF.shape[:2]

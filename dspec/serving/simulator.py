@@ -13,7 +13,7 @@ import numpy as np
 
 from dspec.errors import UserError
 from dspec.serving.estimators import Estimator
-from dspec.serving.schedulers import Scheduler, StepCosts
+from dspec.serving.schedulers import Scheduler
 from dspec.serving.scheduling import Ints
 from dspec.serving.step_table import Floats, StepTable
 from dspec.serving.traces import Answer, AnswerSource
@@ -127,7 +127,6 @@ def simulate(
     arrival = next(arrivals)
     flight: list[Served] = []
     memory, out = scheduler.new_memory(0), Outcome()
-    costs = StepCosts(table, lambda raw, R: raw, extend=True)
     while len(out.served) < requests:
         # 1. admit
         new: list[Served] = []
@@ -142,7 +141,7 @@ def simulate(
             out.seconds = arrival
             continue
         # 2. draft and verify
-        emitted = _step(flight, source.slots, scheduler, memory, costs, out, oracle=oracle, estimator=estimator)
+        emitted = _step(flight, source.slots, scheduler, memory, table, out, oracle=oracle, estimator=estimator)
         # 3. commit, and drop what is finished
         for one, count in zip(flight, emitted, strict=True):
             count = min(count, one.answer.tokens - one.tokens)
@@ -161,7 +160,7 @@ def _step(
     slots: int,
     scheduler: Scheduler,
     memory: Any,
-    costs: StepCosts,
+    table: StepTable,
     out: Outcome,
     *,
     oracle: bool,
@@ -186,8 +185,8 @@ def _step(
             estimator.observe(drafted, lengths, np.minimum(lengths, accepted))
         out.drafted_steps += 1
     else:
-        without = costs.table.seconds_without_drafts(R)
-    spent = costs(R, slots)[lengths.sum()] if without is None else without
+        without = table.seconds_without_drafts(R)
+    spent = table.seconds(R, R + lengths.sum(), extend=True) if without is None else without
     out.seconds += float(spent)
     kept = np.minimum(lengths, accepted)
     out.verified, out.accepted = out.verified + int(lengths.sum()), out.accepted + int(kept.sum())

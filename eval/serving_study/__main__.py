@@ -21,7 +21,9 @@ def study(cfg: DictConfig) -> None:
     if "study" not in cfg:
         raise UserError("nothing to study: use recipe=sweeps/serving_calibration")
     settings, profile = instantiate(cfg.study), instantiate(cfg.profile)
-    if missing := [path for path in [*settings.traces, settings.steps] if path and not Path(path).expanduser().exists()]:
+    if missing := [
+        path for path in [*settings.traces, settings.steps] if path and not Path(path).expanduser().exists()
+    ]:
         raise UserError(f"no file at {missing[0]}: leave it out to record or measure anew")
     if not settings.traces or settings.steps is None:
         check_model(cfg)

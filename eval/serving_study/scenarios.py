@@ -1,15 +1,16 @@
 """What is studied: traces to fit estimators on, others to serve, and the estimators fitted.
 
-    raw             the head as trained
-    sts             temperatures fitted to the fitting answers
-    sts_online      temperatures refitted to the rounds served so far, from 1 on; no fitting answers
-    logistic        the drafter's probabilities, without the head; not of greedy drafts, which are drawn from nothing
-    slots           the mean acceptance of each slot: knows nothing of the drafts at hand
-    sts_hindsight   temperatures fitted to the served answers themselves: what STS could give at most (simulation only)
+raw             the head as trained
+sts             temperatures fitted to the fitting answers
+sts_online      temperatures refitted to the rounds served so far, from 1 on; no fitting answers
+logistic        the drafter's probabilities, without the head; not of greedy drafts, which are drawn from nothing
+slots           the mean acceptance of each slot: knows nothing of the drafts at hand
+sts_hindsight   temperatures fitted to the served answers themselves: what STS could give at most (simulation only)
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class Scenario:
             fitted = Logistic.fit(self.fit, slots=slots, columns=columns, ridge=settings.ridge)
             return lambda: fitted
 
-        online = {"grid": grid.tolist(), "half_life": settings.half_life, "prior": settings.prior}
+        online: dict[str, Any] = {"grid": grid.tolist(), "half_life": settings.half_life, "prior": settings.prior}
         makers: dict[str, Callable[[], Estimator]] = {
             RAW: lambda: Scaled([1.0] * slots),
             STS: scaled(self.fit),

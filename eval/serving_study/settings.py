@@ -62,5 +62,5 @@ class StudySettings:
             raise UserError(f"study.drift={list(self.drift)} must be pairs of domains, such as [[problems,functions]]")
         if any(len(pair) != 2 or not 0 < pair[0] < math.inf or not math.isfinite(pair[1]) for pair in self.distortions):
             raise UserError(
-                f"study.distortions={list(self.distortions)} must be pairs of a scale above 0 and a shift, such as [[3,0]]"
+                f"study.distortions={list(self.distortions)} must be pairs of a scale above 0 and a shift, as [[3,0]]"
             )

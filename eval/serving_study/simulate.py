@@ -153,14 +153,20 @@ def calibration(outcomes: Sequence[Outcome], bins: int) -> dict[str, Any]:
     estimated = [one for outcome in outcomes for one in outcome.estimates]
     if not estimated:
         return {"ece": None, "brier": None, "curve": None}
-    a_NJ, survived_NJ, counts_NJ = (np.concatenate(x) for x in zip(*(_survivals(*one) for one in estimated), strict=True))
+    a_NJ, survived_NJ, counts_NJ = (
+        np.concatenate(x) for x in zip(*(_survivals(*one) for one in estimated), strict=True)
+    )
     errors = [
         expected_calibration_error(torch.from_numpy(a[known]), torch.from_numpy(survived[known]), bins=bins)
         for a, survived, known in zip(a_NJ.T, survived_NJ.T, counts_NJ.T, strict=True)
         if known.any()
     ]
     a, survived = a_NJ[counts_NJ], survived_NJ[counts_NJ].astype(float)
-    return {"ece": float(np.mean(errors)), "brier": float(np.mean((a - survived) ** 2)), "curve": curve(a, survived, bins)}
+    return {
+        "ece": float(np.mean(errors)),
+        "brier": float(np.mean((a - survived) ** 2)),
+        "curve": curve(a, survived, bins),
+    }
 
 
 def _survivals(drafts_RJF: Floats, estimates_RJ: Floats, accepted_R: Ints) -> tuple[Any, Any, Any]:
