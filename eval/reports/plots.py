@@ -279,7 +279,7 @@ def plot_reliabilities(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[f
             axes.set_visible(False)
         figure.supxlabel("estimated probability that drafts 1..k are all accepted", fontsize=10)
         figure.supylabel("observed share", fontsize=10)
-        _legend(figure, grid[0])
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
         _save(figure, path)
 
 

@@ -14,11 +14,12 @@ from eval.serving_study.simulate import DEARER, LEAST_GAIN, MEASURED, Cell
 SHORT = {RAW: "raw", STS: "STS", ONLINE: "online", LOGISTIC: "logistic", SLOTS: "slots", HINDSIGHT: "hindsight",
          ORACLE: "oracle"}  # fmt: skip
 ALGORITHMS = {"synchronous": "Algorithm 1", "asynchronous": "asynchronous"}
+_BRIEF = {"synchronous": "Alg.1", "asynchronous": "async"}
 LEGEND = """\
-SIMULATED on recorded traces. raw: tokens/s; gains over it in %, ± half of the 95 %
-interval over batches of answers. online: STS refitted to the rounds served so far;
+SIMULATED on recorded traces, n requests in flight. raw: tokens/s; gains over it in %,
+± half of the 95 % interval over batches of answers. online: STS refitted to the rounds served so far;
 slots: mean acceptance of each slot; hindsight: STS fitted to the served answers
-themselves; oracle: a search over what will be accepted, for both schedulers"""
+themselves; oracle: a search over what will be accepted, the same for both schedulers"""
 
 
 def estimators(cells: Sequence[Cell]) -> list[str]:
@@ -35,12 +36,12 @@ def _gains(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     names = estimators(cells)
     lines = [
         [
-            f"{'dear ' if cell['steps'] == DEARER else ''}{ALGORITHMS[cell['scheduler']][:11]} {cell['concurrency']}",
+            f"{'dear' if cell['steps'] == DEARER else 'measured'} {_BRIEF[cell['scheduler']]} {cell['concurrency']}",
             *[_gain(cell["estimators"].get(name)) for name in names],
         ]
         for cell in cells
     ]
-    return ["steps, scheduler, requests", *[SHORT[name] for name in names]], lines
+    return ["steps, scheduler, n", *[SHORT[name] for name in names]], lines
 
 
 def _gain(measured: Mapping[str, Any] | None) -> str:
