@@ -109,7 +109,7 @@ def report(cells: Sequence[Cell], settings: StudySettings, table: StepTable, run
     picked = tables.at(cells, **where)
     print(f"{tables.gains(cells)}\n{tables.LEGEND}\n{steps}\n")
     print(f"{tables.waste(picked)}\n\n{tables.calibration(picked)}\n")
-    print(f"{tables.verdict(cells)}\n\n{tables.shares(cells)}\nnumbers and plots: {run_dir}")
+    print(f"{tables.verdict(cells)}\nnumbers and plots: {run_dir}")
 
 
 def draw(cells: Sequence[Cell], settings: StudySettings, folder: Path) -> None:

@@ -3,23 +3,25 @@
 Terms: a cell is a scenario on a step table with a scheduler and a number of requests in flight.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from eval.reports.table import aligned, number
 from eval.serving_study.scenarios import HINDSIGHT, LOGISTIC, ONLINE, ORACLE, RAW, SLOTS, STS
-from eval.serving_study.simulate import DEARER, LEAST_GAIN, MEASURED, Cell
+from eval.serving_study.simulate import DEARER, MEASURED, Cell
 
 SHORT = {RAW: "raw", STS: "STS", ONLINE: "online", LOGISTIC: "logistic", SLOTS: "slots", HINDSIGHT: "hindsight",
          ORACLE: "oracle"}  # fmt: skip
 ALGORITHMS = {"synchronous": "Algorithm 1", "asynchronous": "asynchronous"}
 _BRIEF = {"synchronous": "Alg.1", "asynchronous": "async"}
 LEGEND = """\
-SIMULATED on recorded traces, n requests in flight. raw: tokens/s; gains over it in %,
-± half of the 95 % interval over batches of answers. online: STS refitted to the rounds served so far;
-slots: mean acceptance of each slot; hindsight: STS fitted to the served answers
-themselves; oracle: a search over what will be accepted, the same for both schedulers"""
+SIMULATED on recorded traces, n requests in flight. raw: tokens/s; gains over it
+in %, ± half of the 95 % interval over batches of answers. online: STS refitted
+to the rounds served so far; slots: mean acceptance of each slot; hindsight: STS
+fitted to the served answers themselves; oracle: a search over what will be
+accepted, the same for both schedulers"""
 
 
 def estimators(cells: Sequence[Cell]) -> list[str]:
@@ -60,7 +62,7 @@ def waste(cells: Sequence[Cell]) -> str:
     for cell in cells:
         values = [cell["estimators"].get(name) for name in names]
         lines.append([_where(cell), *["–" if v is None else _waste(v) for v in values]])
-    return aligned(["drafts verified, rejected %", *[SHORT[name] for name in names]], lines)
+    return aligned(["drafts sent, rejected %", *[SHORT[name] for name in names]], lines)
 
 
 def _waste(measured: Mapping[str, Any]) -> str:
@@ -96,39 +98,32 @@ def at(cells: Sequence[Cell], *, focus: int, scheduler: str) -> list[Cell]:
     return [c for c in cells if (c["steps"], c["concurrency"], c["scheduler"]) == (MEASURED, focus, scheduler)]
 
 
-def shares(cells: Sequence[Cell]) -> str:
-    """What share of the oracle's gain over raw the estimators reach, over cells where it gains anything."""
-    lines = []
-    for name in (n for n in estimators(cells) if n not in (RAW, ORACLE)):
-        reached = [
-            c["estimators"][name]["share_of_oracle"]
-            for c in cells
-            if name in c["estimators"] and c["estimators"][name]["share_of_oracle"] is not None
-        ]
-        if reached:
-            ranked = sorted(reached)
-            middle = ranked[len(ranked) // 2]
-            lines.append(
-                f"{SHORT[name]}: {100 * middle:.0f} % of the oracle's gain over raw in the median of {len(ranked)} "
-                f"cells ({100 * ranked[0]:.0f} to {100 * ranked[-1]:.0f} %)"
-            )
-    return "\n".join(lines) or f"the oracle gains less than {100 * LEAST_GAIN:g} % in every cell: nothing to share"
-
-
 def verdict(cells: Sequence[Cell]) -> str:
-    """How often each estimator's interval lies above, around or below the raw head, apart from distorted heads."""
+    """Of each estimator: in how many cells its interval lies above or below the raw head, its gains, and the share of
+    the oracle's gain that it reaches in the median cell where the oracle gains anything."""
+    return aligned(*_verdict(cells))
+
+
+def _verdict(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     lines = []
-    for title, kinds in (("as trained", ("all", "domain", "drift")), ("head miscalibrated on purpose", ("distorted",))):
-        chosen = [c for c in cells if c["kind"] in kinds]
-        for name in (n for n in estimators(chosen) if n not in (RAW, ORACLE)):
-            intervals = [c["estimators"][name]["gain"] for c in chosen if name in c["estimators"]]
-            better, worse = sum(g["low"] > 0 for g in intervals), sum(g["high"] < 0 for g in intervals)
-            best = max(g["mean"] for g in intervals)
-            lines.append(
-                f"{title}: {SHORT[name]} better than raw in {better}, worse in {worse} of {len(intervals)} cells "
-                f"(mean gains {100 * min(g['mean'] for g in intervals):+.1f} to {100 * best:+.1f} %)"
-            )
-    return "\n".join(lines)
+    for title, distorted in (("as trained", False), ("distorted", True)):
+        chosen = [c["estimators"] for c in cells if (c["kind"] == "distorted") == distorted]
+        for name in SHORT:
+            if measured := [one[name] for one in chosen if "gain" in one.get(name, {})]:
+                lines.append([f"{title}, {SHORT[name]}", *_summary(measured)])
+    return ["head, estimator", "better", "worse", "of cells", "gains %", "of the oracle's %"], lines
+
+
+def _summary(measured: Sequence[Mapping[str, Any]]) -> list[str]:
+    gains_of = [one["gain"] for one in measured]
+    means = [100 * gain["mean"] for gain in gains_of]
+    shares = [100 * one["share_of_oracle"] for one in measured if one["share_of_oracle"] is not None]
+    counts = sum(gain["low"] > 0 for gain in gains_of), sum(gain["high"] < 0 for gain in gains_of), len(gains_of)
+    return [
+        *map(str, counts),
+        f"{min(means):+.1f} to {max(means):+.1f}",
+        number(statistics.median(shares) if shares else None, ".0f"),
+    ]
 
 
 def markdown(cells: Sequence[Cell], *, focus: int, scheduler: str, steps: str) -> str:
@@ -143,7 +138,7 @@ def markdown(cells: Sequence[Cell], *, focus: int, scheduler: str, steps: str) -
         f"## Waste and calibration (measured steps, {ALGORITHMS[scheduler]}, {focus} requests)",
         f"```\n{waste(picked)}\n\n{calibration(picked)}\n```",
         "## In short",
-        "\n".join(f"- {line}" for line in [*verdict(cells).splitlines(), *shares(cells).splitlines()]),
+        _table(*_verdict(cells)),
     ]
     return "\n\n".join(blocks) + "\n"
 
