@@ -130,6 +130,9 @@ def test_what_each_estimator_is_fitted_to() -> None:
     assert isinstance(online, Online)
     assert sts.temperatures_J == pytest.approx([3.0] * SLOTS_NUMBER, rel=0.5)
     assert (online.temperatures == 1.0).all()
+    hindsight = built[HINDSIGHT]
+    assert isinstance(hindsight, Scaled)
+    assert hindsight.temperatures_J.tolist() != sts.temperatures_J.tolist()  # of other answers
     drift = made["problems -> functions"].makers(settings())
     assert list(drift) == [RAW, STS, ONLINE, LOGISTIC, SLOTS, HINDSIGHT]
     means = drift[SLOTS]()
@@ -232,8 +235,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     """Records and measures; then reads what it wrote, without a model, and finds the same."""
     drafter = Path(__file__).parents[3] / "dspec/assets/tiny_dspark"
     profile = ["profile.requests=[1,2,4]", "profile.lengths=[0,1,3]", "profile.context=8", "profile.repeats=1"]
-    brief = ["limit=4", "study.temperatures=[1.0]", "study.distortions=[[3.0,0.0]]",
-             "benchmark.functions.max_new_tokens=9", "benchmark.problems.max_new_tokens=12", "benchmark.stories.max_new_tokens=9"]  # fmt: skip
+    brief = ["limit=4", "study.temperatures=[1.0]", "study.distortions=[[3.0,0.0]]"]
+    brief += [f"benchmark.{name}.max_new_tokens=10" for name in ("problems", "functions", "stories")]
     model = ["target=tiny", f"checkpoint={drafter}"]
     start(monkeypatch, tmp_path / "a", *PAGE, *model, *profile, *brief, *FEW)
     said = capsys.readouterr().out
