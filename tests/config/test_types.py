@@ -137,6 +137,7 @@ COMPOSED: list[tuple[str, list[str]]] = [
     ("speed", []),
     ("profile_steps", []),
     ("search", ["recipe=sweeps/jacobi_config"]),
+    ("serving_study", ["recipe=sweeps/serving_calibration"]),
 ]
 UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x", "recipe=d2f": "target.path=x"}
 
