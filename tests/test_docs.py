@@ -15,7 +15,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 CONFIG = {"dspec.train": "train", "data.collect": "train", "data.regenerate": "train", "eval.run": "eval",
           "eval.speed": "speed", "eval.search": "search", "eval.score": "score",
-          "eval.profile_steps": "profile_steps", "eval.serving": "serving"}  # fmt: skip
+          "eval.profile_steps": "profile_steps", "eval.serving": "serving",
+           "eval.serving_study": "serving_study"}  # fmt: skip
 ROOMS = ("dspec/", "data/", "eval/", "conf/", "recipes/", "tests/", "docs/")
 
 

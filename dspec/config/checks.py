@@ -105,7 +105,7 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 def _check_nulls(values: Any, *, train: bool) -> None:
     """Raises UserError for a part that no run can do without, set to null or, in training, taken away."""
-    needed = ("target", *_PARTS, "policy", "judge", "speed", "search", "profile", "serving")
+    needed = ("target", *_PARTS, "policy", "judge", "speed", "search", "profile", "serving", "study")
     if gone := [key for key in needed if key in values and values[key] is None and (key != "target" or train)]:
         raise UserError(f"{gone[0]}=null: a run needs it; leave it out to keep the default")
     if gone := [key for key in ("target", "decoder", "benchmark", *_PARTS) if train and key not in values]:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from dspec.errors import UserError
+from dspec.serving.estimators import Estimator
 from dspec.serving.schedulers import Scheduler
 from dspec.serving.scheduling import Ints
-from dspec.serving.step_table import StepTable
+from dspec.serving.step_table import Floats, StepTable
 from dspec.serving.traces import Answer, AnswerSource
 
 
@@ -64,6 +65,8 @@ class Outcome:
     verified: int = 0  # drafts
     accepted: int = 0
     served: list[Served] = field(default_factory=list)  # the finished ones
+    # of each step that drafted, with an estimator: features [R, J, F], estimates [R, J] and how many would be accepted
+    estimates: list[tuple[Floats, Floats, Ints]] = field(default_factory=list)
 
     @property
     def throughput(self) -> float:
@@ -92,8 +95,11 @@ class Outcome:
 
     def since(self, before: "Outcome") -> "Outcome":
         """What was counted after an earlier copy of this outcome."""
-        sums = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self) if f.name != "served"}
-        return Outcome(**sums, served=self.served[len(before.served) :])
+        counts: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            now, then = getattr(self, name), getattr(before, name)
+            counts[name] = now[len(then) :] if isinstance(now, list) else now - then
+        return Outcome(**counts)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -116,10 +122,12 @@ def simulate(
     seed: int,
     oracle: bool = False,
     warmup: int = 0,
+    estimator: Estimator | None = None,
 ) -> Outcome:
     """Serves `requests` answers of `source`, after `warmup` ones that do not count. Prefill, which emits each one's
     first token, stops the others for `prefill_seconds` per request, or for what it says of the number that join in a
-    step. With `oracle` the scheduler is told which drafts will be accepted, in place of their
+    step. An `estimator` makes confidences of drafts that are features, and sees what came of those that were sent. With
+    `oracle` the scheduler is told which drafts will be accepted, in place of their
     confidences: an upper bound. Deterministic by seed; answers and arrivals are the same for all schedulers as far as
     their order allows. Raises UserError for requests < 1."""
     prefill = prefill_seconds if callable(prefill_seconds) else lambda joining: prefill_seconds * joining
@@ -144,7 +152,7 @@ def simulate(
             out.seconds = arrival
             continue
         # 2. draft and verify
-        emitted = _step(flight, source.slots, scheduler, memory, table, out, oracle=oracle)
+        emitted = _step(flight, source.slots, scheduler, memory, table, out, oracle=oracle, estimator=estimator)
         # 3. commit, and drop what is finished
         for one, count in zip(flight, emitted, strict=True):
             count = min(count, one.answer.tokens - one.tokens)
@@ -156,7 +164,7 @@ def simulate(
             flight = [flight[i] for i in left]
             memory.select(left)
             if len(before.served) < warmup <= len(out.served):
-                before = replace(out, served=list(out.served))
+                before = replace(out, served=list(out.served), estimates=list(out.estimates))
     return out.since(before)
 
 
@@ -169,6 +177,7 @@ def _step(
     out: Outcome,
     *,
     oracle: bool,
+    estimator: Estimator | None,
 ) -> list[int]:
     """Tokens that each request emits."""
     R, lengths = len(flight), np.zeros(len(flight), dtype=np.int64)
@@ -178,10 +187,15 @@ def _step(
     if scheduler.drafts(memory):
         drafts = [one.answer.draft(one.tokens) for one in flight]
         accepted = np.array([n for _, n in drafts])
-        confidence_RJ = np.stack([c for c, _ in drafts])
+        confidence_RJ = drafted = np.stack([c for c, _ in drafts])
+        if estimator is not None:
+            confidence_RJ = estimator(drafted)
+            out.estimates.append((drafted, confidence_RJ, accepted))
         if oracle:
             confidence_RJ = (np.arange(slots) < accepted[:, None]).astype(float)
         lengths = scheduler(confidence_RJ, np.full(R, slots), memory)
+        if estimator is not None:
+            estimator.observe(drafted, lengths, np.minimum(lengths, accepted))
         out.drafted_steps += 1
     else:
         without = table.seconds_without_drafts(R)

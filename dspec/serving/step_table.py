@@ -12,6 +12,7 @@ Outside the probes the nearest one counts, as in SGLang. Beyond the last one tha
 with `extend` time goes on growing as it did over the upper half of the probes.
 """
 
+import functools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -62,6 +63,9 @@ class Curve:
         if not last:
             return 0.0
         return max(0.0, (self.values[last] - self.values[middle]) / (self.probes[last] - self.probes[middle]))
+
+
+_curve = functools.lru_cache(maxsize=64)(Curve)  # checked once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +125,7 @@ class TabulatedSteps(StepTable):
         return Curve("sample_batch_tokens", self.batch_tokens, self.steps).floor(tokens)
 
     def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
-        curve = Curve("sample_batch_tokens", self.batch_tokens, tuple(1 / rate for rate in self.steps))
+        curve = _curve("sample_batch_tokens", self.batch_tokens, tuple(1 / rate for rate in self.steps))
         inside = curve.linear(tokens) if self.interpolation == LINEAR else curve.floor(tokens)
         return inside + _beyond(curve, tokens) if extend else inside
 
@@ -159,7 +163,7 @@ class AdditiveSteps(StepTable):
         return self.tokens
 
     def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
-        alpha = Curve("bs_probes", self.requests, self.alpha_seconds)
+        alpha = _curve("bs_probes", self.requests, self.alpha_seconds)
         drafting = alpha.linear(requests) + (_beyond(alpha, requests) if extend else 0.0)
         return self.bias_seconds + drafting + self._theta(tokens, extend=extend)
 
@@ -167,7 +171,7 @@ class AdditiveSteps(StepTable):
         return self.bias_seconds + float(self._theta(requests, extend=True))
 
     def _theta(self, tokens: ArrayLike, *, extend: bool) -> Floats:
-        theta = Curve("m_probes", self.tokens, self.theta_seconds)
+        theta = _curve("m_probes", self.tokens, self.theta_seconds)
         return theta.linear(tokens) + (_beyond(theta, tokens) if extend else 0.0)
 
     def to_dict(self) -> dict[str, Any]:

@@ -234,6 +234,77 @@ def plot_reliability(report: Mapping[str, Any], path: Path) -> None:
         _save(figure, path)
 
 
+def plot_gains(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]], path: Path) -> None:
+    """Gains in throughput (fractions) over a reference against requests in flight: a panel per setting, a line per
+    series, points (requests, gain, low, high)."""
+    with rc_context(_STYLE):
+        figure = _figure(3.6 * len(panels) + 0.6, 3.8)
+        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, (title, series) in zip(grid, panels.items(), strict=True):
+            axes.axhline(0, color="#7F7F7F", lw=1.0)
+            for i, ((label, points), (colour, dash, marker)) in enumerate(zip(series.items(), _looks(), strict=False)):
+                x = [requests * 2 ** (0.06 * (i - len(series) / 2)) for requests, *_ in points]  # side by side
+                y, low, high = zip(*(point[1:] for point in points), strict=True)
+                bars = [[m - a for m, a in zip(y, low, strict=True)], [b - m for m, b in zip(y, high, strict=True)]]
+                look: Any = {"color": colour, "ls": dash, "marker": marker, "ms": 5, "lw": 1.4, "capsize": 2}
+                axes.errorbar(x, y, yerr=bars, label=label, **look)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted({point[0] for points in series.values() for point in points}))
+            axes.xaxis.set_major_formatter(FormatStrFormatter("%d"))
+            axes.set_title(title, fontsize=9)
+            axes.set_xlabel("requests in flight")
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=""))
+        grid[0].set_ylabel("throughput over the raw head (%)")
+        _legend(figure, grid[0])
+        _save(figure, path)
+
+
+def plot_reliabilities(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], path: Path) -> None:
+    """Observed against predicted survival of drafts: a panel per setting, a line per series with the means of its bins
+    (predicted, observed, count); larger markers: more drafts in the bin."""
+    with rc_context(_STYLE):
+        columns = min(3, len(panels))
+        lines = math.ceil(len(panels) / columns)
+        figure = _figure(3.3 * columns + 0.5, 3.3 * lines + 0.4)
+        grid = figure.subplots(lines, columns, squeeze=False).flatten()
+        for axes, (title, series) in zip(grid, panels.items(), strict=False):
+            axes.plot([0, 1], [0, 1], color="#7F7F7F", ls=":", lw=1.2, label="perfect calibration")
+            for (label, bins), (colour, dash, marker) in zip(series.items(), _looks(), strict=False):
+                most = max(bins["count"])
+                sizes = [4 + 46 * count / most for count in bins["count"]]
+                axes.plot(bins["predicted"], bins["observed"], color=colour, ls=dash, lw=1.1, label=label)
+                axes.scatter(bins["predicted"], bins["observed"], s=sizes, color=colour, marker=marker, clip_on=False)
+            axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title=title)
+        for axes in grid[len(panels) :]:
+            axes.set_visible(False)
+        figure.supxlabel("estimated probability that drafts 1..k are all accepted", fontsize=10)
+        figure.supylabel("observed share", fontsize=10)
+        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+        _save(figure, path)
+
+
+def plot_waste(bars: Mapping[str, Mapping[str, tuple[float, float]]], path: Path) -> None:
+    """Drafts verified per token emitted: a group of bars per setting, one bar per series of (accepted, rejected); the
+    rejected part is hatched."""
+    with rc_context(_STYLE):
+        names = list(dict.fromkeys(name for group in bars.values() for name in group))
+        figure = _figure(max(7.0, 1.0 + 1.1 * len(bars)), 3.8)
+        axes = figure.add_subplot()
+        width = 0.8 / len(names)
+        for name, (colour, _, _) in zip(names, _looks(), strict=False):
+            at = names.index(name)
+            x = [i + (at - (len(names) - 1) / 2) * width for i, group in enumerate(bars.values()) if name in group]
+            accepted, rejected = zip(*(group[name] for group in bars.values() if name in group), strict=True)
+            axes.bar(x, accepted, width=0.9 * width, color=colour, label=name)
+            axes.bar(x, rejected, width=0.9 * width, bottom=accepted, color=colour, alpha=0.35, hatch="////", lw=0)
+        axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
+        axes.grid(axis="x", visible=False)
+        axes.set(title="What verification is spent on (hatched: drafts verified and rejected)")
+        axes.set_ylabel("drafts verified per token emitted")
+        _legend(figure, axes)
+        _save(figure, path)
+
+
 def plot_rounds(bars: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Milliseconds of one round as stacked bars, one bar per method, one segment per span."""
     with rc_context(_STYLE):

@@ -138,6 +138,7 @@ COMPOSED: list[tuple[str, list[str]]] = [
     ("profile_steps", []),
     ("search", ["recipe=sweeps/jacobi_config"]),
     ("serving", ["recipe=sweeps/serving_load"]),
+    ("serving_study", ["recipe=sweeps/serving_calibration"]),
 ]
 UNSET = {"target=hf": "target.path=x", "data=jsonl": "data.source.path=x"}
 

@@ -101,17 +101,16 @@ def test_blockwise_rates_are_states_of_decoding_block_after_block() -> None:
 
 
 def test_blocks_of_eos_alone_are_not_decoded_but_the_first() -> None:
-    """A response of 6 slots in blocks of 4, and three blocks of EOS: b is 0, 1 or 2; without a tail 0 or 1."""
+    """A response of 6 slots in blocks of 4, and up to three blocks of EOS: b is 0, 1 or 2; without a tail 0 or 1."""
     rows = pad([([1] * 3 + [2] * 5 + [EOS], 3)] * 600)
     batch = Batch(rows.ids_BL, rows.supervised_BL, row_numbers=range(600))
     for tail_blocks, lasts in ((3, {0, 1, 2}), (None, {0, 1})):
-        layout = AnswerLayout(block_size=4, tail_blocks=tail_blocks, tail_rows=600)
-        layout.tail = lambda *_: 2 + 12 if tail_blocks else 0  # type: ignore[method-assign]
+        layout = AnswerLayout(block_size=4, tail_blocks=tail_blocks, tail_rows=1)
         made = layout.answers(batch, stop_ids=(EOS,), max_places=99)
         loss_BL = noise(made, "blockwise", seeds=range(600)).in_loss_BL
         first = made.blocks.masked_fill(~loss_BL, 99).amin(1) - 1
         assert set(first.tolist()) == lasts
-        assert (torch.bincount(first) > 150).all()
+        assert (torch.bincount(first) > 100).all()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,0 +1,1 @@
+"""Whether calibrating the confidence head pays for scheduling, simulated on recorded traces."""
