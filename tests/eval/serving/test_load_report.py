@@ -202,7 +202,8 @@ def test_mistakes_end_before_torch_is_loaded() -> None:
 SMALL = ["serving.concurrency=[1,2]", "serving.static=[3]", "serving.requests=2", "serving.turnovers=0",
          "serving.repeats=2", "serving.profile_requests=[1,2]", "serving.profile_lengths=[0,1,3]",
          "serving.profile_repeats=2", "serving.trace_requests=4", "serving.simulated_requests=10",
-         "serving.overhead_repeats=2", "serving.temperature=0", "serving.clock=cpu", "limit=2", "benchmark=[tiny_stories]"]  # fmt: skip
+         "serving.overhead_repeats=2", "serving.temperature=0", "serving.clock=cpu", "limit=2",
+         "benchmark=[tiny_stories]"]  # fmt: skip
 
 
 def command(monkeypatch: pytest.MonkeyPatch, out: Path, *args: str) -> None:
