@@ -187,7 +187,7 @@ def costs_of(samples: Samples, *, about: Mapping[str, Any]) -> EngineCosts:
 
 def _fit_prefill(points: Samples) -> tuple[dict[tuple[str, int, int], float], Prefill]:
     """Seconds without joining requests by point, and the prefill's. Where requests joined in every step, the first
-    one's part cannot be told from the step's own, and is in it; no part is below 0."""
+    one's part cannot be told from the step's own, and is in it; no part is below 0, however noisy the machine."""
     rows = [(i, k, seconds) for i, timed in enumerate(points.values()) for k, seconds in timed]
     index_N, k_N, seconds_N = (np.array(column) for column in zip(*rows, strict=True))
     own_NP = (index_N[:, None] == np.arange(len(points))).astype(float)
@@ -196,7 +196,7 @@ def _fit_prefill(points: Samples) -> tuple[dict[tuple[str, int, int], float], Pr
         design = np.column_stack([own_NP, *parts]) * weight_N[:, None]
         solution, _, rank, _ = np.linalg.lstsq(design, seconds_N * weight_N, rcond=None)
         costs = solution[len(points) :]
-        if not parts or (rank == design.shape[1] and costs.min() >= 0):
+        if not parts or (rank == design.shape[1] and costs.min() >= 0 and solution[: len(points)].min() > 0):
             break
     first, each = np.concatenate([np.zeros(2 - len(costs)), costs]).tolist()
     return dict(zip(points, solution[: len(points)].tolist(), strict=True)), Prefill(first, each)

@@ -227,6 +227,9 @@ def test_where_every_step_has_a_prefill() -> None:
     assert always.steps[EVEN].seconds(4, 8) == pytest.approx(2.1 + 0.5)
     less = costs_of(samples(first=-0.1, each=-0.05, joined=lambda i: i % 3), about={})
     assert vars(less.prefill[EVEN]) == {"first": 0.0, "each": 0.0}
+    noisy: Any = samples(first=0.0, each=5.0, joined=lambda i: 1 + i % 2)
+    noisy[EVEN, 1, 0] = [(3, 0.1), (3, 0.1)]  # less than what three joining ones cost elsewhere
+    assert min(costs_of(noisy, about={}).steps[EVEN].grid.values()) > 0
     none = costs_of(samples(first=0.5, each=0.5, joined=lambda i: 0), about={})
     assert none.prefill[PLAIN](5) == 0.0
     assert none.steps[PLAIN].seconds_without_drafts(1) == pytest.approx(1.1)

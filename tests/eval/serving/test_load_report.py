@@ -202,7 +202,8 @@ def test_mistakes_end_before_torch_is_loaded() -> None:
 SMALL = ["serving.concurrency=[1,2]", "serving.static=[3]", "serving.requests=2", "serving.turnovers=0",
          "serving.repeats=2", "serving.profile_requests=[1,2]", "serving.profile_lengths=[0,1,3]",
          "serving.profile_repeats=2", "serving.trace_requests=4", "serving.simulated_requests=10",
-         "serving.overhead_repeats=2", "serving.temperature=0", "limit=2", "benchmark=[tiny_stories]"]  # fmt: skip
+         "serving.overhead_repeats=2", "serving.temperature=0", "serving.clock=cpu", "limit=2",
+         "benchmark=[tiny_stories]"]  # fmt: skip
 
 
 def command(monkeypatch: pytest.MonkeyPatch, out: Path, *args: str) -> None:
@@ -223,7 +224,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     static = [c for c in results["cells"] if c["variant"] == "static 3"]
     assert all(c["budget"] == c["predicted"]["budget"] == 3 for c in static)
     assert [line["concurrency"] for line in results["scheduled"]] == [1, 2]
-    assert results["clock"] == "wall"
+    assert results["clock"] == "cpu"
     recording = read_recording(tmp_path / "traces.jsonl")
     assert recording.about.concurrency == 4
     assert recording.about.every_position
