@@ -23,6 +23,7 @@ from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
+from dspec.models.temperatures import Calibration
 from dspec.serving.policies import ScheduledVerification
 from dspec.serving.schedulers import ScheduleMemory, Synchronous
 from dspec.serving.scheduling import Ints
@@ -139,6 +140,7 @@ class StepTimer:
         settings: ServingSettings,
         *,
         requests: int,
+        calibration: Calibration | None,
         now: Clock,
     ) -> None:
         """Raises UserError for lengths above the drafter's."""
@@ -148,7 +150,7 @@ class StepTimer:
         self._told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(ANY_TABLE, **settings.rules))}
         decoders: dict[str, Decoder] = {PLAIN: Autoregressive(target=target)}
         for kind, scheduler in self._told.items():
-            policy = ScheduledVerification(scheduler, calibration=draft.metadata.calibration)
+            policy = ScheduledVerification(scheduler, calibration=calibration)
             decoders[kind] = Speculative(target=target, proposer=DraftProposer(draft), policy=policy)
         self._lanes = {kind: Lane(decoder, prompts, requests, now) for kind, decoder in decoders.items()}
         for lane in self._lanes.values():

@@ -88,6 +88,9 @@ class LoadReport:
         self.served = served_prompts(items, **common, use="served")
         self.recorded = served_prompts(items, **common, use="recorded")
         self.now = clock(settings.clock, target.device)
+        fitted = draft.metadata.calibration
+        applies = fitted is not None and fitted.applies_to(settings.temperature, settings.top_p)
+        self.calibration = fitted if applies else None
 
     def __call__(self, meter: Meter, run_dir: Path) -> dict[str, Any]:
         """results.json's content; traces.jsonl and sps.json are written as soon as they are there."""
@@ -137,16 +140,22 @@ class LoadReport:
         about = {name: self.made[name] for name in ("hardware", "threads", "dtype", "git", "versions")}
         about |= {"target": self.target.name, "drafter": self.drafter, "clock": self.settings.clock}
         timers = [
-            StepTimer(self.target, self.draft, self.served, self.settings, requests=R, now=self.now)
+            StepTimer(
+                self.target,
+                self.draft,
+                self.served,
+                self.settings,
+                requests=R,
+                calibration=self.calibration,
+                now=self.now,
+            )
             for R in self.settings.profile_requests
         ]
         return measure_costs(timers, repeats=self.settings.profile_repeats, about=about)
 
     def _cells(self, meter: Meter, recording: Recording, table: StepTable) -> tuple[Any, Any, Any]:
-        settings, calibration = self.settings, self.draft.metadata.calibration
-        sampling = self.served[0].request.sampling
-        applies = calibration is not None and calibration.applies_to(sampling.temperature, sampling.top_p)
-        temperatures = calibration.temperatures if calibration is not None and applies else None
+        settings, calibration, greedy = self.settings, self.calibration, self.served[0].request.sampling.greedy
+        temperatures = None if calibration is None else calibration.temperatures
         source = Replay(recording.traces, slots=recording.about.slots, temperatures=temperatures)
         tokens_per_answer = fmean(trace.tokens for trace in recording.traces)
         variants = 2 + len(settings.static) + len(SCHEDULED)
@@ -164,13 +173,13 @@ class LoadReport:
                 table,
                 concurrency=R,
                 tokens=max(1, round(settings.answers(R) * tokens_per_answer / settings.repeats)),
-                calibration=calibration if applies else None,
+                calibration=calibration,
                 now=self.now,
                 advance=meter.advance,
             )
             predicted[R] = predict(source, settings, table, costs, concurrency=R, seed=self.seed)
             lines += [
-                row(name, R, one, predicted[R][name], baseline=cells[R]["AR"], greedy=sampling.greedy, seed=self.seed)
+                row(name, R, one, predicted[R][name], baseline=cells[R]["AR"], greedy=greedy, seed=self.seed)
                 for name, one in cells[R].items()
             ]
         return lines, cells, predicted

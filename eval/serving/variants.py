@@ -96,7 +96,7 @@ def measure(
         lane.rates.clear()
     for scheduler in timed.values():
         scheduler.seconds, scheduler.rounds = 0.0, 0
-    timer = StepTimer(target, draft, prompts, settings, requests=concurrency, now=now)
+    timer = StepTimer(target, draft, prompts, settings, requests=concurrency, calibration=calibration, now=now)
     samples: Samples = defaultdict(list)
     results = {name: Measured() for name in lanes}
     for repeat in range(settings.repeats):
