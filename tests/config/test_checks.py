@@ -68,6 +68,6 @@ def test_branches_are_divided_in_an_evaluation_alone() -> None:
 def test_d2f_has_no_full_fine_tuning() -> None:
     """Not a word of the page's keys, such as rank, which stay."""
     with pytest.raises(UserError, match=r"^recipe=d2f needs method/tuning=lora"):
-        check(composed("train", ["recipe=d2f", "target.path=x", "method/tuning=full"]), config="train")
-    for fits in (["recipe=d2f", "method/tuning=lora"], ["recipe=dllm_base", "method/tuning=full", "target=hf"]):
-        check(composed("train", [*fits, "target.path=x"]), config="train")
+        check(composed("train", ["recipe=d2f", "method/tuning=full"]), config="train")
+    for fits in (["recipe=d2f", "method/tuning=lora"], ["recipe=dllm_base", "method/tuning=full"]):
+        check(composed("train", fits), config="train")
