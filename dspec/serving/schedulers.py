@@ -36,18 +36,18 @@ from dspec.serving.step_table import Floats, StepTable
 
 class ScheduleMemory:
     """What is remembered of the requests in flight (a StatePart): the survival of each one's latest drafts, the newest
-    last, and for all of them a running mean."""
+    last, and those of all of them together."""
 
     def __init__(self, requests: int, *, lag: int) -> None:
         self.past: list[deque[Floats]] = [deque(maxlen=lag) for _ in range(requests)]
-        self.mean_J: Floats | None = None
+        self.recent_NJ: Floats | None = None  # of requests that have left too
         self.idle_rounds = 0  # since a round was drafted
 
     def select(self, rows: Sequence[int]) -> None:
         self.past = [self.past[i] for i in rows]
 
     def join(self, other: "ScheduleMemory") -> None:
-        """The mean stays: the others have just begun."""
+        """What is recent stays: the others have just begun."""
         self.past += other.past
 
 
@@ -141,10 +141,9 @@ class StepCosts:
 
 
 class Drafting:
-    """Whether to draft at all, by the mean survival of recent drafts: it pays where some number of drafts beats a step
-    without. While it does not, one round in `probe_every` is drafted, to see whether that has changed.
-
-    `horizon`: rounds of a request that the mean remembers; it begins at 1, as if all drafts were accepted."""
+    """Whether to draft at all: it pays where verifying some number of drafts beats a step without, if drafts are as the
+    `horizon` latest (at first: all accepted). While it does not pay, one round in `probe_every` is drafted, to see
+    whether that has changed."""
 
     def __init__(self, costs: StepCosts, *, horizon: int, probe_every: int) -> None:
         if horizon < 1 or probe_every < 1:
@@ -156,19 +155,20 @@ class Drafting:
     def wanted(self, memory: ScheduleMemory) -> bool:
         requests = len(memory.past)
         without = self.costs.without_drafts(requests)
-        if memory.mean_J is None or without is None:
+        if memory.recent_NJ is None or without is None:
             return True
-        pays = drafting_pays(memory.mean_J, requests, self.costs(requests, len(memory.mean_J)), without)
-        if pays or memory.idle_rounds + 1 >= self.probe_every:
+        seconds_K = self.costs(requests, memory.recent_NJ.shape[1])
+        if drafting_pays(memory.recent_NJ, requests, seconds_K, without) or memory.idle_rounds + 1 >= self.probe_every:
             memory.idle_rounds = 0
             return True
         memory.idle_rounds += 1
         return False
 
     def observe(self, survival_RJ: Floats, memory: ScheduleMemory) -> None:
-        before = np.ones(survival_RJ.shape[1]) if memory.mean_J is None else memory.mean_J
-        weight = len(survival_RJ) / (len(survival_RJ) + self.horizon)
-        memory.mean_J = (1 - weight) * before + weight * survival_RJ.mean(0)
+        before_NJ = memory.recent_NJ
+        if before_NJ is None:
+            before_NJ = np.ones((self.horizon, survival_RJ.shape[1]))
+        memory.recent_NJ = np.concatenate([before_NJ, survival_RJ])[-max(self.horizon, len(survival_RJ)) :]
 
 
 class Synchronous:
@@ -198,8 +198,8 @@ class Synchronous:
 
 class Lagged:
     """K by a search over the survival of the drafts `lag` steps before, which current drafts cannot influence; the K
-    likeliest of the current ones are verified. Requests without such drafts count with the running mean or, where there
-    is none (`drafting` None), as sure."""
+    likeliest of the current ones are verified. Requests without such drafts count as the mean of recent ones or, where
+    those are not kept (`drafting` None), as sure."""
 
     reads_confidence = True
 
@@ -225,7 +225,7 @@ class Lagged:
         """What K is taken from, [R, J]."""
         if not self.lag:
             return current_RJ
-        unknown_J = np.ones(current_RJ.shape[1]) if memory.mean_J is None else memory.mean_J
+        unknown_J = np.ones(current_RJ.shape[1]) if memory.recent_NJ is None else memory.recent_NJ.mean(0)
         return np.stack([past[0] if len(past) == self.lag else unknown_J for past in memory.past])
 
     def settings(self) -> dict[str, Any]:

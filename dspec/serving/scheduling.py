@@ -64,10 +64,15 @@ def throughput(ranked_a: Floats, requests: int, seconds_K: Floats) -> Floats:
     return (requests + np.concatenate([[0.0], gains.cumsum()])) / seconds_K[: len(gains) + 1]
 
 
-def drafting_pays(mean_J: Floats, requests: int, seconds_K: Floats, seconds_without_drafts: float) -> bool:
-    """Whether any K beats a step that does not draft, if all requests have the survival `mean_J`."""
-    theta = throughput(np.repeat(mean_J, requests), requests, seconds_K)
-    return bool(theta.max() > requests / seconds_without_drafts)
+def drafting_pays(recent_NJ: Floats, requests: int, seconds_K: Floats, seconds_without_drafts: float) -> bool:
+    """Whether some number of drafts beats a step that does not draft, if drafts are as the N `recent_NJ`: verifying the
+    likeliest m of those is verifying K = m * R / N of R requests' drafts.
+
+    Not by their mean: where drafts differ, the likeliest are worth more than as many mean ones."""
+    share = requests / len(recent_NJ)
+    gains = np.sort(recent_NJ, axis=None)[::-1].cumsum()
+    seconds = np.interp(share * np.arange(1, len(gains) + 1), np.arange(len(seconds_K)), seconds_K)
+    return bool(((requests + share * gains) / seconds).max() > requests / seconds_without_drafts)
 
 
 def static(count_R: Ints, length: int) -> Ints:

@@ -317,13 +317,16 @@ def test_a_table_that_does_not_know_what_drafting_costs_always_drafts() -> None:
     assert drafting.wanted(memory)
 
 
-def test_the_mean_forgets_with_its_horizon() -> None:
-    drafting = Drafting(StepCosts(JAGGED, lambda raw, R: raw, extend=True), horizon=15, probe_every=1)
-    one, sixteen = ScheduleMemory(1, lag=0), ScheduleMemory(15, lag=0)
-    drafting.observe(np.zeros((1, 2)), one)
-    drafting.observe(np.zeros((15, 2)), sixteen)
-    assert one.mean_J == pytest.approx([15 / 16] * 2)
-    assert sixteen.mean_J == pytest.approx([0.5] * 2)
+def test_the_latest_drafts_are_kept_and_at_first_all_count_as_accepted() -> None:
+    drafting = Drafting(StepCosts(JAGGED, lambda raw, R: raw, extend=True), horizon=4, probe_every=1)
+    memory = ScheduleMemory(1, lag=0)
+    drafting.observe(np.full((1, 2), 0.5), memory)
+    assert memory.recent_NJ is not None
+    assert memory.recent_NJ.tolist() == [[1, 1], [1, 1], [1, 1], [0.5, 0.5]]
+    drafting.observe(np.zeros((2, 2)), memory)
+    assert memory.recent_NJ.tolist() == [[1, 1], [0.5, 0.5], [0, 0], [0, 0]]
+    drafting.observe(np.zeros((6, 2)), memory)  # a step of more requests than the horizon is kept whole
+    assert memory.recent_NJ.tolist() == [[0, 0]] * 6
 
 
 # ---- in the decoder

@@ -293,12 +293,31 @@ def test_not_free_changes_nothing_that_costs_enough() -> None:
 
 def test_whether_drafting_pays() -> None:
     """It counts what drafting costs: a step without it is cheaper than one that verifies nothing of it."""
-    mean, K = np.array([0.5, 0.25]), np.arange(2 * 8 + 1)
+    recent, K = np.array([[0.5, 0.25]]), np.arange(2 * 8 + 1)
     seconds = 1.0 + 0.2 + 0.01 * K  # 0.2 of it drafting
-    assert drafting_pays(mean, 8, seconds, 1.0)  # 8 * 1.75 / 1.36 = 10.3 against 8
-    assert not drafting_pays(mean, 8, 1.0 + 0.8 + 0.01 * K, 1.0)  # 14 / 1.96 = 7.1
-    assert not drafting_pays(np.zeros(2), 8, seconds, 1.0)
-    assert not drafting_pays(np.zeros(2), 8, 1.0 + 0.01 * K, 1.0)  # a tie does not pay
+    assert drafting_pays(recent, 8, seconds, 1.0)  # 8 * 1.75 / 1.36 = 10.3 against 8
+    assert not drafting_pays(recent, 8, 1.0 + 0.8 + 0.01 * K, 1.0)  # 14 / 1.96 = 7.1
+    assert not drafting_pays(np.zeros((1, 2)), 8, seconds, 1.0)
+    assert not drafting_pays(np.zeros((1, 2)), 8, 1.0 + 0.01 * K, 1.0)  # a tie does not pay
+
+
+def test_drafts_that_differ_pay_where_their_mean_does_not() -> None:
+    """Of two requests one has sure drafts, one has none: 2 of 4 tokens are verified for 2 more of the step's time."""
+    seconds = 1.0 + 0.45 * np.arange(2 * 2 + 1)
+    assert drafting_pays(np.array([[1.0, 1.0], [0.0, 0.0]]), 2, seconds, 1.05)  # 4 / 1.9 = 2.1 against 1.9
+    assert not drafting_pays(np.array([[0.5, 0.5]]), 2, seconds, 1.05)  # at best 2 / 1
+
+
+def test_recent_drafts_are_scaled_to_the_requests_in_flight() -> None:
+    """It turns exactly at the best theta of as many requests, however many rows tell of their drafts."""
+    rows_NJ = random_survival(np.random.default_rng(3), 16, 3)
+    seconds = 1.0 + 0.02 * np.arange(16 * 3 + 1)
+    gains = np.concatenate([[0.0], np.sort(rows_NJ, axis=None)[::-1].cumsum()])
+    theta = ((16 + gains) / seconds)[1:].max()
+    assert theta > 16
+    for rows in (rows_NJ, np.tile(rows_NJ, (4, 1))):
+        assert drafting_pays(rows, 16, seconds, 16 / theta * 1.001)
+        assert not drafting_pays(rows, 16, seconds, 16 / theta * 0.999)
 
 
 def test_256_requests_are_scheduled_as_fast_as_they_are_sorted() -> None:
