@@ -31,13 +31,8 @@ from dspec.config.run_folder import STARTED, override_key, resumed, run_dir
 from dspec.config.types import check_types
 from dspec.errors import UserError
 
-_EMBEDDED_TARGETS = (
-    "tiny",
-    "tiny_as_arm",
-    "tiny_diffusion",
-    "tiny_fresh",
-    "xlnet_tiny",
-)  # a page's own numbers are for these
+# a page's own numbers are for these
+_EMBEDDED_TARGETS = ("tiny", "tiny_as_arm", "tiny_diffusion", "tiny_fresh", "xlnet_tiny")
 
 log = logging.getLogger(__name__)
 

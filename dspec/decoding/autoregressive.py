@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from dspec.decoding.generation import Pass, Request
-from dspec.decoding.loop import check_requests, next_tokens, prefill
+from dspec.decoding.loop import check_requests, next_pass, prefill
 from dspec.decoding.sampling import Sampling
 from dspec.decoding.state import State
 from dspec.models.language_model import LanguageModel
-from dspec.spans import span
 
 
 class Autoregressive:
@@ -35,13 +34,7 @@ class Autoregressive:
 
     @torch.inference_mode()
     def step(self, state: State) -> None:
-        ids = torch.tensor([row.text[-1] for row in state.rows], device=self.target.device)[:, None]
-        with span("target"):
-            hidden = self.target(ids, start_B=state.starts, cache=state.cache).hidden_BLD
-        with span("target LM head"):
-            logits = self.target.logits(hidden[:, 0])
-        with span("sampling"):
-            tokens = next_tokens(logits, state)
+        tokens, _ = next_pass(self.target, state)
         for row, token in zip(state.rows, tokens, strict=True):
             if row.done:
                 row.generation.idle_positions += 1

@@ -129,6 +129,17 @@ def prefill(
     return state, prompts.unpack(output.features_BLF)
 
 
+def next_pass(target: LanguageModel, state: State, taps: Sequence[int] = ()) -> tuple[list[int], torch.Tensor]:
+    """One token per row by one pass over each row's last: the tokens, and the taps' features [B, F]."""
+    ids = torch.tensor([row.text[-1] for row in state.rows], device=target.device)[:, None]
+    with span("target"):
+        output = target(ids, start_B=state.starts, cache=state.cache, taps=taps)
+    with span("target LM head"):
+        logits_BV = target.logits(output.hidden_BLD[:, 0])
+    with span("sampling"):
+        return next_tokens(logits_BV, state), output.features_BLF[:, 0]
+
+
 def next_tokens(logits_BV: torch.Tensor, state: State) -> list[int]:
     """Each row's next token under its request's sampling."""
     samplings = state.samplings

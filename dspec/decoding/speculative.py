@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dspec.decoding.generation import Pass, Request
-from dspec.decoding.loop import check_requests, next_tokens, prefill
+from dspec.decoding.loop import check_requests, next_pass, prefill
 from dspec.decoding.proposers import Proposal, Proposer
 from dspec.decoding.sampling import Sampling, SamplingBatch, row_chunks
 from dspec.decoding.state import PerRow, State
@@ -121,17 +121,10 @@ class Speculative:
     def _plain_step(self, state: State) -> None:
         """A round that drafts nothing: one token per row. The proposer takes the features of such rounds all at once,
         when it drafts again."""
-        anchor = torch.tensor([row.text[-1] for row in state.rows], device=self.target.device)[:, None]
-        taps = self.proposer.tap_ids
-        with span("target"):
-            output = self.target(anchor, start_B=state.starts, cache=state.cache, taps=taps)
-        with span("target LM head"):
-            logits_BV = self.target.logits(output.hidden_BLD[:, 0])
-        with span("sampling"):
-            tokens = next_tokens(logits_BV, state)
+        tokens, features_BF = next_pass(self.target, state, self.proposer.tap_ids)
         with span("bookkeeping"):
             pending = state.parts[_PENDING]
-            for row, token, late, feature_F in zip(state.rows, tokens, pending, output.features_BLF[:, 0], strict=True):
+            for row, token, late, feature_F in zip(state.rows, tokens, pending, features_BF, strict=True):
                 late.append(feature_F)
                 if row.done:
                     row.generation.idle_positions += 1

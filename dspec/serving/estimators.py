@@ -127,7 +127,8 @@ class Recorded:
 
     def __init__(self, traces: Sequence[Trace], *, slots: int) -> None:
         self.slots = slots
-        self.answers = [RecordedAnswer(trace, slots) for trace in traces if trace.rounds]
+        self.traces = [trace for trace in traces if trace.rounds]
+        self.answers = [RecordedAnswer(trace, slots) for trace in self.traces]
         if not self.answers:
             raise UserError("no rounds to replay: all answers ended with their first token")
 
@@ -139,12 +140,7 @@ class Recorded:
         if batches > len(self.answers):
             raise UserError(f"{len(self.answers)} answers are too few for {batches} batches: record more")
         order = np.random.default_rng(seed).permutation(len(self.answers))
-        return [self._with([self.answers[i] for i in order[k::batches]]) for k in range(batches)]
-
-    def _with(self, answers: "list[RecordedAnswer]") -> "Recorded":
-        part = Recorded.__new__(Recorded)
-        part.slots, part.answers = self.slots, answers
-        return part
+        return [Recorded([self.traces[i] for i in order[k::batches]], slots=self.slots) for k in range(batches)]
 
 
 class RecordedAnswer:

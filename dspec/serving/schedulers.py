@@ -41,6 +41,8 @@ class ScheduleMemory:
     def __init__(self, requests: int, *, lag: int) -> None:
         self.past: list[deque[Floats]] = [deque(maxlen=lag) for _ in range(requests)]
         self.recent_NJ: Floats | None = None  # of requests that have left too
+        self.pays: tuple[int, bool] | None = None  # whether drafting paid for so many requests, when last weighed
+        self.unweighed = 0  # of the recent rows, those since
         self.idle_rounds = 0  # since a round was drafted
 
     def select(self, rows: Sequence[int]) -> None:
@@ -157,8 +159,12 @@ class Drafting:
         without = self.costs.without_drafts(requests)
         if memory.recent_NJ is None or without is None:
             return True
-        seconds_K = self.costs(requests, memory.recent_NJ.shape[1])
-        if drafting_pays(memory.recent_NJ, requests, seconds_K, without) or memory.idle_rounds + 1 >= self.probe_every:
+        patience = self.horizon // 4 if memory.pays == (requests, True) else 1  # weighing costs time
+        if memory.pays is None or memory.pays[0] != requests or memory.unweighed >= patience:
+            seconds_K = self.costs(requests, memory.recent_NJ.shape[1])
+            memory.pays = requests, drafting_pays(memory.recent_NJ, requests, seconds_K, without)
+            memory.unweighed = 0
+        if memory.pays[1] or memory.idle_rounds + 1 >= self.probe_every:
             memory.idle_rounds = 0
             return True
         memory.idle_rounds += 1
@@ -169,6 +175,7 @@ class Drafting:
         if before_NJ is None:
             before_NJ = np.ones((self.horizon, survival_RJ.shape[1]))
         memory.recent_NJ = np.concatenate([before_NJ, survival_RJ])[-max(self.horizon, len(survival_RJ)) :]
+        memory.unweighed += len(survival_RJ)
 
 
 class Synchronous:

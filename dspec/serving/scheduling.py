@@ -29,8 +29,8 @@ Ints = NDArray[np.int64]
 def survival(confidence_RJ: Floats, count_R: Ints) -> Floats:
     """a [R, J] from calibrated confidences; 0 from the first slot that was not drafted or whose confidence is NaN."""
     drafted = np.arange(confidence_RJ.shape[1]) < np.asarray(count_R)[:, None]
-    known = np.where(drafted, np.nan_to_num(confidence_RJ, nan=0.0), 0.0)
-    return np.clip(known, 0.0, 1.0).cumprod(1)
+    likely = drafted & (confidence_RJ > 0)  # NaN is not
+    return np.where(likely, np.minimum(confidence_RJ, 1.0), 0.0).cumprod(1)
 
 
 def synchronous(survival_RJ: Floats, *curves: Floats) -> Ints:
@@ -39,10 +39,14 @@ def synchronous(survival_RJ: Floats, *curves: Floats) -> Ints:
     With one curve it is the paper's, and finds the maximum if theta rises and then falls in K, as on a convex curve. On
     a measured one the break comes at the first step or bump: with `convex` of it beside it, the search passes what pays
     in the end, and then fills the tile of tokens that is paid for."""
-    ranked = np.sort(survival_RJ, axis=None)[::-1]
-    pays = [np.diff(throughput(ranked, len(survival_RJ), seconds_K)) > 0 for seconds_K in curves]
-    stops = np.flatnonzero(~np.logical_or.reduce(pays))
-    return admit(survival_RJ, int(stops[0]) if len(stops) else len(pays[0]))
+    R, J = survival_RJ.shape
+    order = _likeliest(survival_RJ)
+    pays = np.zeros(len(order), bool)
+    for seconds_K in curves:
+        theta = throughput(survival_RJ.ravel()[order], R, seconds_K)
+        pays |= theta[1:] > theta[:-1]
+    K = len(order) if pays.all() else int(pays.argmin())
+    return np.bincount(order[:K] // J, minlength=R)
 
 
 def capacity(survival_RJ: Floats, seconds_K: Floats) -> int:
@@ -53,9 +57,13 @@ def capacity(survival_RJ: Floats, seconds_K: Floats) -> int:
 def admit(survival_RJ: Floats, K: int) -> Ints:
     """Lengths [R] that admit the K largest a above 0; ties in order of requests, within a request in order of slots."""
     R, J = survival_RJ.shape
+    return np.bincount(_likeliest(survival_RJ)[:K] // J, minlength=R)
+
+
+def _likeliest(survival_RJ: Floats) -> Ints:
+    """Flat indices of all a above 0 in falling order."""
     flat = survival_RJ.ravel()
-    ranked = np.argsort(-flat, kind="stable")[:K]
-    return np.bincount(ranked[flat[ranked] > 0] // J, minlength=R)
+    return np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)]
 
 
 def throughput(ranked_a: Floats, requests: int, seconds_K: Floats) -> Floats:

@@ -32,7 +32,7 @@ from dspec.terminal import quiet
 from eval.checkpoints import checkpoint_of, fill_in
 from eval.load import load_model
 from eval.profile_steps.settings import ProfileSettings
-from eval.reports.plots import plot_steps
+from eval.reports.serving_plots import plot_steps
 
 Points = Mapping[tuple[int, int], float]  # (requests, drafts verified of each) -> seconds
 

@@ -213,13 +213,20 @@ def markdown(rows: Sequence[ResultRow], *, trusted: bool) -> str:
     """The table as Markdown, with separate columns for benchmark, T and n."""
     columns = _columns(rows, trusted=trusted)
     headers = ["benchmark", "T", "n", *columns]
-    lines = ["| " + " | ".join(headers) + " |", "|" + "---|" * 4 + "---:|" * (len(headers) - 4)]
+    lines = []
     for row in rows:
         named = row["benchmark"] + (f" ({GOLD_LENGTH})" if row.get("gold_length") else "")
         cells = [named, f"{row['decoder']['temperature']:g}", str(row["n"])]
         cells += [cell(row).strip().replace("|", r"\|").replace("*", r"\*") for cell in columns.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown_table(headers, lines, left=4) + "\n"
+
+
+def markdown_table(headers: Sequence[str], lines: Sequence[Sequence[str]], *, left: int) -> str:
+    """The first `left` columns are left-aligned, the others right-aligned."""
+    rule = "|" + "---|" * left + "---:|" * (len(headers) - left)
+    first, *rest = (f"| {' | '.join(line)} |" for line in (headers, *lines))
+    return "\n".join([first, rule, *rest])
 
 
 _PLAIN = ("quality", "quality_name", "tau", "tpf", "tpf_with_prefill", "tpf_paper", "nfe", "branch_forwards",

@@ -29,7 +29,7 @@ from eval.benchmarks.base import Benchmark
 from eval.checkpoints import checkpoint_of, fill_in
 from eval.load import load_model
 from eval.meter import Meter
-from eval.reports.plots import plot_predicted, plot_serving
+from eval.reports.serving_plots import plot_predicted, plot_serving
 from eval.serving import tables
 from eval.serving.costs import EngineCosts, StepTimer, measure_costs
 from eval.serving.demonstrations import overhead, selection_bias

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.reports.table import aligned, number
+from eval.reports.table import aligned, markdown_table, number
 
 Row = Mapping[str, Any]
 HEADERS = (
@@ -69,7 +69,11 @@ def markdown(rows: Sequence[Row], lines: Sequence[Mapping[str, Any]], *, clock: 
         "over AR (95 %)",
         "simulated",
     )
-    tables = [_markdown(head, body), LEGEND, _markdown(best, [verdict_cells(line) for line in lines])]
+    tables = [
+        markdown_table(head, body, left=1),
+        LEGEND,
+        markdown_table(best, [verdict_cells(line) for line in lines], left=1),
+    ]
     return "\n\n".join([f"Seconds of the {clock} clock.", *tables]) + "\n"
 
 
@@ -98,8 +102,3 @@ def errors(rows: Sequence[Row]) -> str:
         f"predicted throughput is off by {100 * off[len(off) // 2]:.1f} % at the median cell, by "
         f"{100 * off[-1]:.1f} % at most ({worst['variant']}, {worst['concurrency']} in flight)"
     )
-
-
-def _markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

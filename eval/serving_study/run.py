@@ -24,7 +24,7 @@ from eval.checkpoints import checkpoint_of, fill_in
 from eval.load import load_model
 from eval.profile_steps.measure import fit, measure
 from eval.profile_steps.settings import ProfileSettings
-from eval.reports.plots import plot_gains, plot_reliabilities, plot_waste
+from eval.reports.serving_plots import plot_gains, plot_reliabilities, plot_waste
 from eval.serving.prompts import left_to_right, served_prompts
 from eval.serving.record import record_answers
 from eval.serving_study import tables

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from eval.reports.table import aligned, number
+from eval.reports.table import aligned, markdown_table, number
 from eval.serving_study.scenarios import HINDSIGHT, LOGISTIC, ONLINE, ORACLE, RAW, SLOTS, STS
 from eval.serving_study.simulate import DEARER, MEASURED, Cell
 
@@ -133,19 +133,14 @@ def markdown(cells: Sequence[Cell], *, focus: int, scheduler: str, steps: str) -
         "# Does calibration pay for scheduling?",
         f"Simulated on recorded traces. {steps}",
         "## Gains in throughput",
-        *[f"{_title(group[0])}\n\n{_table(*_gains(group))}" for group in _groups(cells)],
+        *[f"{_title(group[0])}\n\n{markdown_table(*_gains(group), left=1)}" for group in _groups(cells)],
         LEGEND.replace("\n", " "),
         f"## Waste and calibration (measured steps, {ALGORITHMS[scheduler]}, {focus} requests)",
         f"```\n{waste(picked)}\n\n{calibration(picked)}\n```",
         "## In short",
-        _table(*_verdict(cells)),
+        markdown_table(*_verdict(cells), left=1),
     ]
     return "\n\n".join(blocks) + "\n"
-
-
-def _table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [headers, ["---"] * len(headers), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -353,7 +353,7 @@ def test_recorded_answers() -> None:
     assert np.isnan(cut[:, [TOP, ENTROPY]]).all()
     parts = source.deal(2, seed=0)
     assert sorted(len(part.answers) for part in parts) == [2, 3]
-    assert {id(a) for part in parts for a in part.answers} == {id(a) for a in source.answers}
+    assert {id(t) for part in parts for t in part.traces} == {id(t) for t in recorded}
     with pytest.raises(UserError, match="too few for 6 batches"):
         source.deal(6, seed=0)
     with pytest.raises(UserError, match="round at every position"):

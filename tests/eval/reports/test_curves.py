@@ -216,7 +216,7 @@ def lines(axes: Any) -> dict[str, tuple[list[float], list[float]]]:
 
 def test_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Figure] = {}
-    monkeypatch.setattr("eval.reports.plots._save", lambda figure, path: seen.update({path.name: figure}))
+    monkeypatch.setattr("eval.reports.plots.save", lambda figure, path: seen.update({path.name: figure}))
     found = list(made().values())
     draw(found, along="threshold", title="t", folder=tmp_path, suffix="_T0")
     assert set(seen) == {"frontier_T0.png", "threshold_T0.png"}

@@ -233,7 +233,7 @@ def test_passes_that_hardly_a_prompt_had_are_not_drawn() -> None:
 def test_the_trace_is_drawn_by_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One panel per benchmark and one picture per temperature; other decoders have none."""
     seen: dict[str, Any] = {}
-    monkeypatch.setattr("eval.reports.plots._save", lambda figure, path: seen.update({path.name: figure}))
+    monkeypatch.setattr("eval.reports.plots.save", lambda figure, path: seen.update({path.name: figure}))
     trace = {"filled_per_pass": [3.0, 1.5], "prompts_per_pass": [30, 20], "acceptance": None}
     plain = {"filled_per_pass": [1.0] * 3, "prompts_per_pass": [30] * 3, "acceptance": None}
     rows = [

@@ -14,7 +14,7 @@ from dspec.errors import UserError
 from dspec.serving.recording import read_recording
 from dspec.serving.simulator import Outcome, Served
 from dspec.serving.step_table import AdditiveSteps, read_step_table
-from eval.reports.plots import plot_predicted, plot_serving
+from eval.reports.serving_plots import plot_predicted, plot_serving
 from eval.serving import tables
 from eval.serving.__main__ import main
 from eval.serving.demonstrations import overhead, selection_bias
