@@ -44,6 +44,7 @@ class ScheduleMemory:
         self.pays: tuple[int, bool] | None = None  # whether drafting paid for so many requests, when last weighed
         self.unweighed = 0  # of the recent rows, those since
         self.idle_rounds = 0  # since a round was drafted
+        self.probes = 0  # rounds drafted all the same, since drafting paid
 
     def select(self, rows: Sequence[int]) -> None:
         self.past = [self.past[i] for i in rows]
@@ -142,10 +143,13 @@ class StepCosts:
         return self._known[requests, slots]
 
 
+_MOST_DOUBLINGS = 3
+
+
 class Drafting:
     """Whether to draft at all: it pays where verifying some number of drafts beats a step without, if drafts are as the
     `horizon` latest (at first: all accepted). While it does not pay, one round in `probe_every` is drafted, to see
-    whether that has changed."""
+    whether that has changed; the longer it has not, the fewer, down to an eighth of that."""
 
     def __init__(self, costs: StepCosts, *, horizon: int, probe_every: int) -> None:
         if horizon < 1 or probe_every < 1:
@@ -164,11 +168,15 @@ class Drafting:
             seconds_K = self.costs(requests, memory.recent_NJ.shape[1])
             memory.pays = requests, drafting_pays(memory.recent_NJ, requests, seconds_K, without)
             memory.unweighed = 0
-        if memory.pays[1] or memory.idle_rounds + 1 >= self.probe_every:
-            memory.idle_rounds = 0
+        if memory.pays[1]:
+            memory.idle_rounds = memory.probes = 0
             return True
         memory.idle_rounds += 1
-        return False
+        if memory.idle_rounds < self.probe_every * 2 ** min(memory.probes, _MOST_DOUBLINGS):
+            return False
+        memory.idle_rounds = 0
+        memory.probes += 1
+        return True
 
     def observe(self, survival_RJ: Floats, memory: ScheduleMemory) -> None:
         before_NJ = memory.recent_NJ

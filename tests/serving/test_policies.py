@@ -279,7 +279,7 @@ def additive(draft: float, token: float) -> AdditiveSteps:
 
 @pytest.mark.parametrize("name", ["synchronous", "asynchronous"])
 def test_drafting_stops_where_it_cannot_pay_and_is_tried_again(name: str) -> None:
-    """One round in `probe_every`; when drafts get better or the load falls, it goes on."""
+    """One round in `probe_every`, then half as often, down to an eighth; when drafts get better, it goes on."""
     make = Synchronous if name == "synchronous" else asynchronous
     scheduler = make(additive(draft=0.5, token=0.2), **RULES)
     memory = scheduler.new_memory(8)
@@ -293,10 +293,14 @@ def test_drafting_stops_where_it_cannot_pay_and_is_tried_again(name: str) -> Non
         return drafted
 
     assert rounds(0.95, 10) == [True] * 10
-    rounds(0.1, 40)
-    assert rounds(0.1, 12).count(True) == 3  # one in four
-    rounds(0.95, 20)
+    bad = rounds(0.1, 140)
+    last = bad.index(False) - 1
+    probes = [i - last for i in range(last + 1, len(bad)) if bad[i]]
+    assert probes == [4, 12, 28, 60, 92, 124]
+    rounds(0.95, 32)
     assert all(rounds(0.95, 8))
+    bad = rounds(0.1, 12)
+    assert bad[bad.index(False) :].index(True) == 3  # from the beginning
 
 
 def test_the_load_decides_at_once() -> None:
