@@ -1,6 +1,6 @@
 """What all plots share: style, series' looks, legend below the panel, atomic writing.
 
-Colours are Okabe and Ito's, which are colour-blind safe, and series also differ in marker or dash."""
+Colours are Okabe and Ito's and Tol's wine, which are colour-blind safe; series also differ in marker or dash."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from dspec.atomic import atomic_file
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _DASHES = ("-", "--", "-.", ":")
 STYLE: Any = {  # Any: matplotlib types its keys as a Literal of all settings
     "font.size": 10,
