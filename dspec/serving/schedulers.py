@@ -143,13 +143,13 @@ class StepCosts:
         return self._known[requests, slots]
 
 
-_MOST_DOUBLINGS = 3
+_MOST_DOUBLINGS = 2
 
 
 class Drafting:
     """Whether to draft at all: it pays where verifying some number of drafts beats a step without, if drafts are as the
-    `horizon` latest (at first: all accepted). While it does not pay, one round in `probe_every` is drafted, to see
-    whether that has changed; the longer it has not, the fewer, down to an eighth of that."""
+    `horizon` latest (at first: all accepted). While it does not pay, one round in `probe_every` is drafted, and its
+    drafts alone decide; the longer it has not paid, the fewer, down to a quarter of that."""
 
     def __init__(self, costs: StepCosts, *, horizon: int, probe_every: int) -> None:
         if horizon < 1 or probe_every < 1:
@@ -157,13 +157,14 @@ class Drafting:
                 f"decoder.<name>.horizon={horizon} and decoder.<name>.probe_every={probe_every} must be at least 1"
             )
         self.costs, self.horizon, self.probe_every = costs, horizon, probe_every
+        self._patience = -(-horizon // 4)
 
     def wanted(self, memory: ScheduleMemory) -> bool:
         requests = len(memory.past)
         without = self.costs.without_drafts(requests)
         if memory.recent_NJ is None or without is None:
             return True
-        patience = self.horizon // 4 if memory.pays == (requests, True) else 1  # weighing costs time
+        patience = self._patience if memory.pays == (requests, True) else 1  # weighing costs time
         if memory.pays is None or memory.pays[0] != requests or memory.unweighed >= patience:
             seconds_K = self.costs(requests, memory.recent_NJ.shape[1])
             memory.pays = requests, drafting_pays(memory.recent_NJ, requests, seconds_K, without)
@@ -181,7 +182,9 @@ class Drafting:
     def observe(self, survival_RJ: Floats, memory: ScheduleMemory) -> None:
         before_NJ = memory.recent_NJ
         if before_NJ is None:
-            before_NJ = np.ones((self.horizon, survival_RJ.shape[1]))
+            before_NJ = np.ones((self._patience, survival_RJ.shape[1]))
+        elif memory.pays is not None and not memory.pays[1]:  # a probe
+            before_NJ = before_NJ[:0]
         memory.recent_NJ = np.concatenate([before_NJ, survival_RJ])[-max(self.horizon, len(survival_RJ)) :]
         memory.unweighed += len(survival_RJ)
 
