@@ -258,8 +258,8 @@ def asynchronous(table: StepTable, *, min_yield: float, horizon: int, probe_ever
 
 
 def sglang(table: StepTable) -> Lagged:
-    """SGLang's budget: the table as it is, two steps' lag, and it always drafts."""
-    return Lagged("sglang", StepCosts(table, lambda raw, R: raw, extend=False), lag=2, drafting=None)
+    """SGLang's budget: the table as SGLang reads it, two steps' lag, and it always drafts."""
+    return Lagged("sglang", StepCosts(table.for_sglang, lambda raw, R: raw, extend=False), lag=2, drafting=None)
 
 
 def vllm(table: StepTable) -> Lagged:

@@ -2,7 +2,7 @@
 
 A step drafts for all requests in flight and verifies each one's anchor and some of its drafts: its token batch size B
 is requests plus drafts. Two forms, both of them files that SGLang reads (--speculative-dspark-sps-table-path); ours add
-one key, "dspec", with where they were measured:
+one key, "dspec", with where they were measured, and the measured points, which our schedulers read (MeasuredSteps):
 
     tabulated   sample_batch_tokens, sample_steps_per_sec, max_batch_tokens: steps per second at the largest probe <= B
     additive    bias_seconds, bs_probes, alpha_seconds, m_probes, theta_seconds: T = bias + alpha(requests) + theta(B),
@@ -86,6 +86,11 @@ class StepTable(ABC):
     @abstractmethod
     def probes(self) -> tuple[int, ...]:
         """The token batch sizes at which it was measured."""
+
+    @property
+    def for_sglang(self) -> "StepTable":
+        """The table as SGLang reads it from the file."""
+        return self
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -184,6 +189,63 @@ class AdditiveSteps(StepTable):
         } | _dspec(self.about)
 
 
+Grid = Mapping[tuple[int, int], float]  # (requests, drafts verified of each; 0: none drafted) -> seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSteps(StepTable):
+    """The measured seconds themselves: linear in the drafts of a request between measured lengths, and in requests
+    between measured numbers. A fit to them is off where the machine is not additive; `fitted`, if there is one, tells
+    how time goes on outside the lengths and requests that were measured, and is what SGLang reads."""
+
+    grid: Grid = field(hash=False)
+    fitted: AdditiveSteps | None
+
+    def __post_init__(self) -> None:
+        if not self.grid or min(self.grid.values()) <= 0:
+            raise UserError("a table of steps needs at least one that was measured, of more than 0 seconds")
+
+    @property
+    def probes(self) -> tuple[int, ...]:
+        return tuple(sorted({R * (1 + n) for R, n in self.grid}))
+
+    @property
+    def for_sglang(self) -> StepTable:
+        return self.fitted or self
+
+    def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
+        drafts = np.asarray(tokens, dtype=float) / requests - 1
+        known = sorted({R for R, _ in self.grid})
+        if requests > known[-1] and self.fitted is not None:
+            return self.fitted.seconds(requests, tokens, extend=extend)
+        low = max((R for R in known if requests >= R), default=known[0])
+        high = min((R for R in known if requests <= R), default=known[-1])
+        part = (requests - low) / (high - low) if high > low else 0.0
+        return (1 - part) * self._at(low, drafts, extend) + part * self._at(high, drafts, extend)
+
+    def _at(self, requests: int, drafts: Floats, extend: bool) -> Floats:
+        lengths = sorted(n for R, n in self.grid if requests == R and n > 0) or [0]
+        within = np.clip(drafts, lengths[0], lengths[-1])
+        seconds = np.interp(within, lengths, [self.grid[requests, n] for n in lengths])
+        if self.fitted is None:
+            return seconds
+        there, here = (self.fitted.seconds(requests, requests * (1 + n), extend=extend) for n in (drafts, within))
+        return seconds + there - here
+
+    def seconds_without_drafts(self, requests: int) -> float | None:
+        known = sorted(R for R, n in self.grid if n == 0)
+        if self.fitted is not None and (not known or requests > known[-1]):
+            return self.fitted.seconds_without_drafts(requests)
+        return float(np.interp(requests, known, [self.grid[R, 0] for R in known])) if known else None
+
+    def to_dict(self) -> dict[str, Any]:
+        points = [[R, n, seconds] for (R, n), seconds in self.grid.items()]
+        return (self.fitted.to_dict() if self.fitted else {}) | _dspec(dict(self.about) | {_POINTS: points})
+
+
+_POINTS = "points"
+
+
 def read_step_table(path: Path) -> StepTable:
     """The table in `path`, of either form. Raises UserError for a missing, malformed or impossible one."""
     try:
@@ -204,8 +266,9 @@ def parse_step_table(raw: Any) -> StepTable:
         raise UserError("a step table is a JSON object")
     extra = raw.get("dspec", {})
     about = dict(extra) if isinstance(extra, Mapping) else {}
+    points = about.pop(_POINTS, None)
     if "bias_seconds" in raw:
-        return AdditiveSteps(
+        fitted = AdditiveSteps(
             about=about,
             bias_seconds=_numbers([_get(raw, "bias_seconds")], "bias_seconds", float)[0],
             requests=_numbers(_get(raw, "bs_probes"), "bs_probes", int),
@@ -213,6 +276,7 @@ def parse_step_table(raw: Any) -> StepTable:
             tokens=_numbers(_get(raw, "m_probes"), "m_probes", int),
             theta_seconds=_numbers(_get(raw, "theta_seconds"), "theta_seconds", float),
         )
+        return fitted if points is None else MeasuredSteps(about=about, grid=_grid(points), fitted=fitted)
     interpolation = about.pop("interpolation", FLOOR)
     return TabulatedSteps(
         about=about,
@@ -242,6 +306,17 @@ def _numbers(value: Any, name: str, kind: type[Any]) -> tuple[Any, ...]:
     if not isinstance(value, list) or not all(type(x) in allowed for x in value):
         raise UserError(f"{name} must hold {'whole ' if kind is int else ''}numbers, not {_short(value)}")
     return tuple(kind(x) for x in value)
+
+
+def _grid(points: Any) -> Grid:
+    if not isinstance(points, list) or not all(isinstance(point, list) and len(point) == 3 for point in points):
+        raise UserError(f"dspec.{_POINTS} must hold [requests, drafts, seconds], not {_short(points)}")
+    requests, drafts, seconds = (
+        _numbers([point[i] for point in points], f"dspec.{_POINTS}", kind) for i, kind in enumerate((int, int, float))
+    )
+    if min(requests, default=1) < 1 or min(drafts, default=0) < 0 or not all(0 < s < math.inf for s in seconds):
+        raise UserError(f"dspec.{_POINTS}: requests must be at least 1, drafts at least 0, seconds above 0")
+    return dict(zip(zip(requests, drafts, strict=True), seconds, strict=True))
 
 
 def _short(values: Any) -> str:

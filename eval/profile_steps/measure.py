@@ -26,7 +26,7 @@ from dspec.models.language_model import LanguageModel, require_causal
 from dspec.provenance import provenance
 from dspec.serving.policies import ScheduledVerification
 from dspec.serving.schedulers import Static
-from dspec.serving.step_table import AdditiveSteps
+from dspec.serving.step_table import AdditiveSteps, MeasuredSteps
 from dspec.spans import Profile
 from dspec.terminal import quiet
 from eval.checkpoints import checkpoint_of, fill_in
@@ -112,12 +112,14 @@ def run(cfg: DictConfig, settings: ProfileSettings) -> None:
     made = provenance(seed=cfg.seed, dtype=dtype, config=plain, prompt_policy={})
     points = measure(target, loaded.draft, settings, seed=cfg.seed)
     about = {name: made[name] for name in ("hardware", "threads", "dtype", "git", "versions")}
-    table = fit(points, about=about | {"context": settings.context, "target": target.name, "drafter": cfg.checkpoint})
+    about |= {"context": settings.context, "target": target.name, "drafter": cfg.checkpoint}
+    fitted = fit(points, about=about)
+    table = MeasuredSteps(about=fitted.about, grid=points, fitted=fitted)
     lines = [{"requests": R, "length": n, "seconds": seconds} for (R, n), seconds in points.items()]
     write_json(run_dir / "profile.json", {"run": made, "points": lines})
     write_json(run_dir / "sps.json", table.to_dict())
-    plot_steps(points, table.seconds, run_dir / "plots" / "steps.png")
-    error = table.about["relative_error"]
+    plot_steps(points, fitted.seconds, run_dir / "plots" / "steps.png")
+    error = fitted.about["relative_error"]
     print(
         f"{_text(points)}\n\nbias + alpha(requests) + theta(tokens) is {100 * error['median']:.1f} % off at the median"
     )

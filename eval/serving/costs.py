@@ -9,12 +9,11 @@ Legend: R = requests in flight, n = drafts verified of each on average, k = requ
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.loop import Decoder
@@ -27,51 +26,14 @@ from dspec.models.temperatures import Calibration
 from dspec.serving.policies import ScheduledVerification
 from dspec.serving.schedulers import ScheduleMemory, Synchronous
 from dspec.serving.scheduling import Ints
-from dspec.serving.step_table import AdditiveSteps, Floats, StepTable
+from dspec.serving.step_table import Floats, MeasuredSteps
 from eval.profile_steps.measure import fit
 from eval.serving.lanes import Clock, Lane
 from eval.serving.prompts import ServedPrompt
 from eval.serving.settings import ANY_TABLE, ServingSettings
 
 EVEN, RAGGED, PLAIN = "even", "ragged", "AR"
-Grid = Mapping[tuple[int, int], float]  # (R, n) -> seconds
 Samples = dict[tuple[str, int, int], list[tuple[int, float]]]  # (kind, R, n) -> k and seconds of each step
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSteps(StepTable):
-    """The measured seconds themselves: linear in n between measured lengths, and in R between measured numbers of
-    requests; a fit to them would be off where the machine is not additive."""
-
-    grid: Grid
-
-    def __post_init__(self) -> None:
-        if not self.grid:
-            raise UserError("a table of steps needs at least one that was measured")
-
-    @property
-    def probes(self) -> tuple[int, ...]:
-        return tuple(sorted({R * (1 + n) for R, n in self.grid}))
-
-    def _at(self, requests: int, drafts: Floats) -> Floats:
-        lengths = sorted(n for R, n in self.grid if requests == R and n > 0) or [0]
-        values = [self.grid[requests, n] for n in lengths]
-        return np.interp(drafts, lengths, values)
-
-    def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
-        drafts = np.asarray(tokens, dtype=float) / requests - 1
-        known = sorted({R for R, _ in self.grid})
-        low = max((R for R in known if requests >= R), default=known[0])
-        high = min((R for R in known if requests <= R), default=known[-1])
-        part = (requests - low) / (high - low) if high > low else 0.0
-        return (1 - part) * self._at(low, drafts) + part * self._at(high, drafts)
-
-    def seconds_without_drafts(self, requests: int) -> float | None:
-        known = sorted(R for R, n in self.grid if n == 0)
-        return float(np.interp(requests, known, [self.grid[R, 0] for R in known])) if known else None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {f"{R} x {n}": seconds for (R, n), seconds in self.grid.items()}
 
 
 @dataclass(frozen=True)
@@ -92,9 +54,10 @@ class EngineCosts:
     steps: Mapping[str, MeasuredSteps]
     prefill: Mapping[str, Prefill]
 
-    def table(self) -> AdditiveSteps:
-        """What schedulers read: fitted to the ragged steps."""
-        return fit(self.steps[RAGGED].grid, about=self.steps[RAGGED].about)
+    def table(self) -> MeasuredSteps:
+        """What schedulers read: the ragged steps, with a fit to them for SGLang."""
+        ragged = self.steps[RAGGED]
+        return replace(ragged, fitted=fit(ragged.grid, about=ragged.about))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -183,7 +146,7 @@ def costs_of(samples: Samples, *, about: Mapping[str, Any]) -> EngineCosts:
         base, joining = _fit_prefill(points)
         for kind in kinds:
             grid = {(R, n): seconds for (one, R, n), seconds in base.items() if one == kind}
-            steps[kind], prefill[kind] = MeasuredSteps(about=about, grid=grid), joining
+            steps[kind], prefill[kind] = MeasuredSteps(about=about, grid=grid, fitted=None), joining
     return EngineCosts(steps, prefill)
 
 

@@ -279,7 +279,7 @@ def additive(draft: float, token: float) -> AdditiveSteps:
 
 @pytest.mark.parametrize("name", ["synchronous", "asynchronous"])
 def test_drafting_stops_where_it_cannot_pay_and_is_tried_again(name: str) -> None:
-    """One round in `probe_every`, then half as often, down to a quarter; when drafts get better, one probe is enough."""
+    """One round in `probe_every`, then ever fewer, down to a quarter; when drafts get better, one is enough."""
     make = Synchronous if name == "synchronous" else asynchronous
     scheduler = make(additive(draft=0.5, token=0.2), **RULES)
     memory = scheduler.new_memory(8)
