@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from dspec.serving.schedulers import (
     sglang,
     vllm,
 )
-from dspec.serving.step_table import AdditiveSteps, StepTable, TabulatedSteps
+from dspec.serving.step_table import AdditiveSteps, MeasuredSteps, StepTable, TabulatedSteps
 
 WARM = Sampling(temperature=1.0, top_p=1.0)
 RULES: dict[str, Any] = {"min_yield": 0.05, "horizon": 16, "probe_every": 4}
@@ -238,6 +239,18 @@ def test_the_capacity_is_that_of_earlier_steps() -> None:
         for c in [sure] * 4 + [hopeless] * 4:
             sent.append(int(scheduler(c, count, memory).sum()))
         assert sent == [3] * (4 + lag) + [0] * (4 - lag)
+
+
+def test_sglang_reads_the_fit_and_the_others_what_was_measured() -> None:
+    fitted = additive(draft=0.1, token=10.0)
+    grid = {(1, n): 1.0 + 0.001 * n for n in (1, 4)}
+    table = MeasuredSteps(grid=grid, fitted=fitted)
+    for name, make in (("sglang", sglang), ("vllm", vllm), ("asynchronous", partial(asynchronous, **RULES))):
+        scheduler = make(table)
+        memory = scheduler.new_memory(1)
+        for _ in range(4):
+            sent = int(scheduler(np.full((1, 4), 0.9), np.array([4]), memory)[0])
+        assert sent == (0 if name == "sglang" else 4), name
 
 
 def test_requests_without_history() -> None:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from dspec.errors import UserError
-from dspec.serving.step_table import AdditiveSteps, StepTable, TabulatedSteps, parse_step_table, read_step_table
+from dspec.serving.step_table import (
+    AdditiveSteps,
+    MeasuredSteps,
+    StepTable,
+    TabulatedSteps,
+    parse_step_table,
+    read_step_table,
+)
 
 FLOOR: dict[str, Any] = {
     "sample_batch_tokens": [8, 16, 32, 64],
@@ -129,3 +136,66 @@ def test_tables_are_frozen() -> None:
     assert isinstance(table, AdditiveSteps)
     with pytest.raises(AttributeError):
         table.bias_seconds = 1.0  # type: ignore[misc]
+
+
+# ---- measured points
+
+GRID = {(2, 0): 1.0, (2, 1): 2.0, (2, 3): 4.0, (4, 0): 3.0, (4, 1): 4.0, (4, 3): 8.0}
+FITTED = AdditiveSteps(
+    bias_seconds=1.0, requests=(2, 4), alpha_seconds=(0.5, 0.7), tokens=(2, 16, 32), theta_seconds=(0.0, 1.4, 3.0)
+)
+
+
+def test_measured_steps_between_points() -> None:
+    steps = MeasuredSteps(grid=GRID, fitted=None)
+    assert steps.seconds(2, [4, 6, 8]) == pytest.approx([2.0, 3.0, 4.0])
+    assert steps.seconds(2, [2, 20]) == pytest.approx([2.0, 4.0])  # drafting is in all of these
+    assert steps.seconds(3, 6) == pytest.approx(3.0)
+    assert [steps.seconds_without_drafts(R) for R in (1, 2, 3, 9)] == [1.0, 1.0, 2.0, 3.0]
+    assert steps.probes == (2, 4, 8, 16)
+    with pytest.raises(UserError, match="at least one"):
+        MeasuredSteps(grid={}, fitted=None)
+
+
+def test_the_fit_goes_on_where_nothing_was_measured() -> None:
+    """Fewer or more drafts than measured: from the nearest length on as the fit does; more requests: the fit."""
+    steps = MeasuredSteps(grid=GRID, fitted=FITTED)
+    assert steps.seconds(2, [4, 6, 8]) == pytest.approx([2.0, 3.0, 4.0])
+    assert steps.seconds(2, [2, 20]) == pytest.approx([2.0 - 0.2, 4.0 + 0.8 + 0.4])
+    assert steps.seconds(4, 48) == pytest.approx(8.0 + 1.6)
+    assert steps.seconds(4, 48, extend=True) == pytest.approx(8.0 + 1.6 + 1.6)
+    assert steps.seconds(8, 16) == FITTED.seconds(8, 16)
+    assert steps.seconds_without_drafts(8) == FITTED.seconds_without_drafts(8)
+    assert steps.seconds_without_drafts(3) == 2.0
+
+
+def test_measured_points_are_in_the_file_and_sglang_reads_the_fit(tmp_path: Path) -> None:
+    steps = MeasuredSteps(about={"dtype": "float32"}, grid=GRID, fitted=FITTED)
+    (tmp_path / "sps.json").write_text(json.dumps(steps.to_dict()))
+    read = read_step_table(tmp_path / "sps.json")
+    assert read == steps
+    assert read.for_sglang == FITTED
+    assert hash(read) == hash(steps)
+    raw = json.loads((tmp_path / "sps.json").read_text())
+    del raw["dspec"]
+    assert parse_step_table(raw) == FITTED
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ("x", "must hold"),
+        ([[1, 0]], "must hold"),
+        ([[1, 0, "x"]], "numbers"),
+        ([[1.5, 0, 1.0]], "whole numbers"),
+        ([[0, 0, 1.0]], "at least 1"),
+        ([[1, -1, 1.0]], "at least 0"),
+        ([[1, 0, 0.0]], "above 0"),
+        ([[1, 0, float("inf")]], "above 0"),
+        ([], "at least one"),
+    ],
+)
+def test_bad_points_are_refused_in_one_line(points: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words) as refused:
+        parse_step_table(FITTED.to_dict() | {"dspec": {"points": points}})
+    assert "\n" not in str(refused.value)

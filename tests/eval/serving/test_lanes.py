@@ -21,7 +21,7 @@ from dspec.serving.simulator import Load, simulate
 from dspec.serving.step_table import AdditiveSteps
 from dspec.serving.traces import Replay, Round, Trace
 from eval.benchmarks.base import Item
-from eval.serving.costs import EVEN, PLAIN, RAGGED, MeasuredSteps, Prefill, ToldLengths, costs_of
+from eval.serving.costs import EVEN, PLAIN, RAGGED, Prefill, ToldLengths, costs_of
 from eval.serving.lanes import Counts, Lane, requests
 from eval.serving.prompts import ServedPrompt, left_to_right
 from eval.serving.record import EveryPosition, record_answers
@@ -218,6 +218,8 @@ def test_costs_are_told_from_prefills() -> None:
     assert table.seconds(2, 8) == pytest.approx(2.3)
     assert table.seconds_without_drafts(2) == pytest.approx(1.5)
     assert table.about["dtype"] == "float64"
+    assert table.grid == costs.steps[RAGGED].grid  # measured, with a fit for SGLang
+    assert table.for_sglang.seconds(2, 8) == pytest.approx(2.3)
 
 
 def test_where_every_step_has_a_prefill() -> None:
@@ -234,18 +236,6 @@ def test_where_every_step_has_a_prefill() -> None:
     assert none.prefill[PLAIN](5) == 0.0
     assert none.steps[PLAIN].seconds_without_drafts(1) == pytest.approx(1.1)
     assert Prefill(1.0, 2.0)(0) == 0.0
-
-
-def test_measured_steps_between_points() -> None:
-    grid = {(2, 0): 1.0, (2, 1): 2.0, (2, 3): 4.0, (4, 0): 3.0, (4, 1): 4.0, (4, 3): 8.0}
-    steps = MeasuredSteps(grid=grid)
-    assert steps.seconds(2, [4, 6, 8]) == pytest.approx([2.0, 3.0, 4.0])
-    assert steps.seconds(2, [2, 20]) == pytest.approx([2.0, 4.0])  # drafting is in all of these
-    assert steps.seconds(3, 6) == pytest.approx(3.0)
-    assert [steps.seconds_without_drafts(R) for R in (1, 2, 3, 9)] == [1.0, 1.0, 2.0, 3.0]
-    assert steps.probes == (2, 4, 8, 16)
-    with pytest.raises(UserError, match="at least one"):
-        MeasuredSteps(grid={})
 
 
 def test_ragged_lengths_have_the_mean_that_they_are_told() -> None:
