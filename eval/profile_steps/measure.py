@@ -61,6 +61,9 @@ def measure(target: LanguageModel, draft: Draft, settings: ProfileSettings, *, s
                 start = clock.now()
                 decoder.step(state)
                 times[R, length].append(clock.now() - start)
+                if length == 0:  # the next timed step is not to make up for this one's features
+                    fixed.length = settings.lengths[1]
+                    decoder.step(state)
     return {point: statistics.median(seconds[settings.warmup :]) for point, seconds in times.items()}
 
 

@@ -27,7 +27,7 @@ from dspec.models.temperatures import Calibration
 from dspec.serving.policies import ScheduledVerification
 from dspec.serving.schedulers import ScheduleMemory, Synchronous
 from dspec.serving.scheduling import Ints
-from dspec.serving.step_table import AdditiveSteps, Floats, StepTable
+from dspec.serving.step_table import AdditiveSteps, Curve, Floats, StepTable
 from eval.profile_steps.measure import fit
 from eval.serving.lanes import Clock, Lane
 from eval.serving.prompts import ServedPrompt
@@ -53,10 +53,12 @@ class MeasuredSteps(StepTable):
     def probes(self) -> tuple[int, ...]:
         return tuple(sorted({R * (1 + n) for R, n in self.grid}))
 
-    def _at(self, requests: int, drafts: Floats) -> Floats:
-        lengths = sorted(n for R, n in self.grid if requests == R and n > 0) or [0]
-        values = [self.grid[requests, n] for n in lengths]
-        return np.interp(drafts, lengths, values)
+    def _at(self, requests: int, drafts: Floats, *, extend: bool) -> Floats:
+        lengths = sorted(n for R, n in self.grid if requests == R and n > 0)
+        if not lengths:
+            return np.full(drafts.shape, self.grid[requests, 0])
+        curve = Curve("lengths", tuple(lengths), tuple(self.grid[requests, n] for n in lengths))
+        return curve.linear(drafts) + (curve.beyond(drafts) if extend else 0.0)
 
     def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
         drafts = np.asarray(tokens, dtype=float) / requests - 1
@@ -64,7 +66,7 @@ class MeasuredSteps(StepTable):
         low = max((R for R in known if requests >= R), default=known[0])
         high = min((R for R in known if requests <= R), default=known[-1])
         part = (requests - low) / (high - low) if high > low else 0.0
-        return (1 - part) * self._at(low, drafts) + part * self._at(high, drafts)
+        return (1 - part) * self._at(low, drafts, extend=extend) + part * self._at(high, drafts, extend=extend)
 
     def seconds_without_drafts(self, requests: int) -> float | None:
         known = sorted(R for R, n in self.grid if n == 0)
@@ -114,6 +116,8 @@ class ToldLengths:
         return ScheduleMemory(requests, lag=0)
 
     def drafts(self, memory: ScheduleMemory) -> bool:
+        if self._work is not None:
+            self._work.drafts(memory)
         return self.length > 0
 
     def __call__(self, confidence_RJ: Floats, count_R: Ints, memory: ScheduleMemory) -> Ints:
@@ -143,10 +147,7 @@ class StepTimer:
         calibration: Calibration | None,
         now: Clock,
     ) -> None:
-        """Raises UserError for lengths above the drafter's."""
         self.requests, self.lengths = requests, list(settings.profile_lengths)
-        if self.lengths[-1] > (slots := draft.config.num_drafts):
-            raise UserError(f"serving.profile_lengths up to {self.lengths[-1]}: this drafter drafts {slots} tokens")
         self._told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(ANY_TABLE, **settings.rules))}
         decoders: dict[str, Decoder] = {PLAIN: Autoregressive(target=target)}
         for kind, scheduler in self._told.items():
@@ -164,6 +165,9 @@ class StepTimer:
                     self._told[kind].length = n
                 joining = lane.engine.waiting
                 samples[kind, self.requests, 0 if kind == PLAIN else n].append((joining, lane.step()))
+                if kind in self._told and n == 0:  # the next timed step is not to make up for this one's features
+                    self._told[kind].length = self.lengths[1]
+                    lane.step()
 
 
 def measure_costs(timers: Sequence[StepTimer], *, repeats: int, about: Mapping[str, Any]) -> EngineCosts:

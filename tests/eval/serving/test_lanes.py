@@ -119,7 +119,10 @@ def test_domains_take_turns_as_long_as_all_have_prompts() -> None:
     with pytest.raises(UserError, match="fills no holes"):
         left_to_right({"a": bench("1", holes=True)}, limit=None)
     with pytest.raises(UserError, match="no prompts to serve"):
-        left_to_right({"a": bench("1")}, limit=0)
+        left_to_right({"a": bench("1"), "b": bench()}, limit=None)
+    for limit in (0, -1):
+        with pytest.raises(UserError, match=f"limit={limit} must be at least 1"):
+            left_to_right({"a": bench("1", "2")}, limit=limit)
 
 
 # ---- traces
@@ -241,6 +244,7 @@ def test_measured_steps_between_points() -> None:
     steps = MeasuredSteps(grid=grid)
     assert steps.seconds(2, [4, 6, 8]) == pytest.approx([2.0, 3.0, 4.0])
     assert steps.seconds(2, [2, 20]) == pytest.approx([2.0, 4.0])  # drafting is in all of these
+    assert steps.seconds(2, [8, 12], extend=True) == pytest.approx([4.0, 6.0])  # time goes on growing
     assert steps.seconds(3, 6) == pytest.approx(3.0)
     assert [steps.seconds_without_drafts(R) for R in (1, 2, 3, 9)] == [1.0, 1.0, 2.0, 3.0]
     assert steps.probes == (2, 4, 8, 16)
@@ -259,6 +263,7 @@ def test_ragged_lengths_have_the_mean_that_they_are_told() -> None:
         assert told(c, np.full(5, 3), memory).tolist() == lengths
         assert told.drafts(memory)
     told.length = 0
+    assert memory.pays is not None  # a scheduler's work is whether to draft, too
     assert not told.drafts(memory)
     even = ToldLengths(None)
     even.length = 2
