@@ -439,8 +439,10 @@ def test_an_engine_that_was_idle_remembers_whether_drafting_pays(
         drafted.append(answer.generation.draft_forwards)
         assert not states[0].cache.layers
         assert not states[0].rows
-        engine.step()  # of nothing
+        assert not states[0].parts["policy"].past
     assert drafted == [1, 0, 0]
+    monkeypatch.setattr(decoder, "step", lambda state: pytest.fail("a step of nothing"))
+    engine.step()
 
 
 def test_a_row_that_has_finished_and_stays_leaves_nothing_to_make_up_for(toys: SimpleNamespace) -> None:
