@@ -58,6 +58,7 @@ class Speculative:
         with span("prefill"):
             state.parts[_DRAFTER] = self.proposer.start(features_BLF)
         state.parts[_POLICY] = self.policy.new_memory(len(requests))
+        state.lasting = (_POLICY,)
         state.parts[_PENDING] = PerRow[list[Tensor]]([] for _ in requests)
         return state
 
@@ -125,11 +126,11 @@ class Speculative:
         with span("bookkeeping"):
             pending = state.parts[_PENDING]
             for row, token, late, feature_F in zip(state.rows, tokens, pending, features_BF, strict=True):
-                late.append(feature_F)
                 if row.done:
                     row.generation.idle_positions += 1
-                else:
-                    row.commit_round([], 0, token, positions=1)
+                    continue
+                late.append(feature_F)
+                row.commit_round([], 0, token, positions=1)
 
     def _catch_up(self, state: State) -> None:
         """Gives the proposer what rounds without drafts have left. Rows that have less of it are padded: from the

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from dspec.decoding.generation import Generation, Kind, Pass, Request
 from dspec.decoding.sampling import SamplingBatch, Streams
 from dspec.models.cache import PositionCache
@@ -103,6 +105,7 @@ class State:
     cache: PositionCache  # the target's: all of a row's text but its anchor; a diffusion LM's: what it keeps of blocks
     streams: Streams
     parts: dict[str, Any] = field(default_factory=dict)  # the decoder's own StateParts, by name
+    lasting: tuple[str, ...] = ()  # names of parts that remember requests which have left, too
 
     @property
     def samplings(self) -> SamplingBatch:
@@ -128,7 +131,10 @@ class State:
         if other is self or other.parts.keys() != self.parts.keys():
             raise ValueError("a state can only join another state of the same decoder")
         if not self.rows:
-            self.cache, self.streams, self.parts = other.cache, other.streams, other.parts
+            for name in self.lasting:
+                self.parts[name].join(other.parts[name])
+            self.cache, self.streams = other.cache, other.streams
+            self.parts = other.parts | {name: self.parts[name] for name in self.lasting}
         else:
             for part, more in zip(self._parts(), other._parts(), strict=True):
                 part.join(more)
@@ -139,11 +145,18 @@ class State:
         staying = [i for i, row in enumerate(self.rows) if all(row is not other for other in leaving)]
         if (count := len(staying)) == len(self.rows):
             return
-        if not staying:  # what is held for them goes when others join, or with the state
-            self.rows = []
+        if not staying:
+            self._release()
             return
         kept, last = {i for i in staying if i < count}, [i for i in staying if i >= count]
         self.select([i if i in kept else last.pop() for i in range(count)])
+
+    def _release(self) -> None:
+        """Drops all rows with everything that is held for them."""
+        self.rows, self.cache, self.streams = [], PositionCache(0), Streams([], torch.device("cpu"))
+        for name in self.lasting:
+            self.parts[name].select([])
+        self.parts = {name: part if name in self.lasting else NoMemory() for name, part in self.parts.items()}
 
     def drop_finished(self) -> None:
         self.drop([row for row in self.rows if row.done])

@@ -46,6 +46,8 @@ class _GuardedStop:
         self.error: str | None = None
 
     def __call__(self, tokens: Sequence[int], known: int) -> int | None:
+        if self.error is not None:
+            return known + 1
         try:
             end = self._should_stop(tokens, known)
         except Exception as error:
@@ -138,7 +140,7 @@ class Engine:
         if ticket is None:
             return False
         ticket.cancelled = True
-        if ticket.row is None:
+        if ticket in self._waiting:
             self._waiting.remove(ticket)
             self._answers.append(ticket.answer())
         return True
@@ -154,7 +156,7 @@ class Engine:
         """Lets waiting requests join as far as there is room, and advances all in flight by one pass."""
         self._collect()
         self._admit()
-        if self._state is not None:
+        if self._state is not None and self._running:
             self.decoder.step(self._state)
             self._collect()
 
@@ -174,10 +176,15 @@ class Engine:
             joining.append(self._waiting.popleft())
         if not joining:
             return
-        joined = self.decoder.start([ticket.request for ticket in joining])
+        self._running += joining
+        try:
+            joined = self.decoder.start([ticket.request for ticket in joining])
+        except BaseException:  # such as too little memory: they wait again
+            self._running = self._running[: -len(joining)]
+            self._waiting.extendleft(reversed(joining))
+            raise
         for ticket, row in zip(joining, joined.rows, strict=True):
             ticket.row = row
-        self._running += joining
         if self._state is None:
             self._state = joined
         else:
@@ -195,9 +202,7 @@ class Engine:
             return
         self._answers += [ticket.answer() for ticket in done]
         self._running = [ticket for ticket in self._running if not ticket.done]
-        self._state.drop([ticket.row for ticket in done if ticket.row is not None])
-        if not self._running:
-            self._state = None  # an idle engine holds no cache
+        self._state.drop([ticket.row for ticket in done if ticket.row is not None])  # an idle engine holds no cache
 
 
 def _is_whole(value: object) -> bool:

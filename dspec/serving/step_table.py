@@ -64,6 +64,10 @@ class Curve:
             return 0.0
         return max(0.0, (self.values[last] - self.values[middle]) / (self.probes[last] - self.probes[middle]))
 
+    def beyond(self, x: ArrayLike) -> Floats:
+        """What growth adds for x after the last probe."""
+        return self.growth() * np.maximum(np.asarray(x, dtype=float) - self.probes[-1], 0.0)
+
 
 _curve = functools.lru_cache(maxsize=64)(Curve)  # checked once
 
@@ -132,7 +136,7 @@ class TabulatedSteps(StepTable):
     def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
         curve = _curve("sample_batch_tokens", self.batch_tokens, tuple(1 / rate for rate in self.steps))
         inside = curve.linear(tokens) if self.interpolation == LINEAR else curve.floor(tokens)
-        return inside + _beyond(curve, tokens) if extend else inside
+        return inside + curve.beyond(tokens) if extend else inside
 
     def seconds_without_drafts(self, requests: int) -> float | None:
         return None  # drafting is in every step that was timed
@@ -169,7 +173,7 @@ class AdditiveSteps(StepTable):
 
     def seconds(self, requests: int, tokens: ArrayLike, *, extend: bool = False) -> Floats:
         alpha = _curve("bs_probes", self.requests, self.alpha_seconds)
-        drafting = alpha.linear(requests) + (_beyond(alpha, requests) if extend else 0.0)
+        drafting = alpha.linear(requests) + (alpha.beyond(requests) if extend else 0.0)
         return self.bias_seconds + drafting + self._theta(tokens, extend=extend)
 
     def seconds_without_drafts(self, requests: int) -> float | None:
@@ -177,7 +181,7 @@ class AdditiveSteps(StepTable):
 
     def _theta(self, tokens: ArrayLike, *, extend: bool) -> Floats:
         theta = _curve("m_probes", self.tokens, self.theta_seconds)
-        return theta.linear(tokens) + (_beyond(theta, tokens) if extend else 0.0)
+        return theta.linear(tokens) + (theta.beyond(tokens) if extend else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -224,11 +228,14 @@ class MeasuredSteps(StepTable):
         return (1 - part) * self._at(low, drafts, extend) + part * self._at(high, drafts, extend)
 
     def _at(self, requests: int, drafts: Floats, extend: bool) -> Floats:
-        lengths = sorted(n for R, n in self.grid if requests == R and n > 0) or [0]
-        within = np.clip(drafts, lengths[0], lengths[-1])
-        seconds = np.interp(within, lengths, [self.grid[requests, n] for n in lengths])
+        lengths = sorted(n for R, n in self.grid if requests == R and n > 0)
+        if not lengths:
+            return np.full(drafts.shape, self.grid[requests, 0])
+        curve = Curve("lengths", tuple(lengths), tuple(self.grid[requests, n] for n in lengths))
+        seconds = curve.linear(drafts)
         if self.fitted is None:
-            return seconds
+            return seconds + curve.beyond(drafts) if extend else seconds
+        within = np.clip(drafts, lengths[0], lengths[-1])
         there, here = (self.fitted.seconds(requests, requests * (1 + n), extend=extend) for n in (drafts, within))
         return seconds + there - here
 
@@ -247,7 +254,8 @@ _POINTS = "points"
 
 
 def read_step_table(path: Path) -> StepTable:
-    """The table in `path`, of either form. Raises UserError for a missing, malformed or impossible one."""
+    """The table in `path`, of either form. Raises UserError for a missing, malformed or impossible one, or one that
+    cannot say what a token costs."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -255,9 +263,12 @@ def read_step_table(path: Path) -> StepTable:
             f"no step table in {path} ({error}): measure one with python -m eval.profile_steps, or pass SGLang's"
         ) from error
     try:
-        return parse_step_table(raw)
+        table = parse_step_table(raw)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    if len(table.probes) < 2:
+        raise UserError(f"{path} has one probe, so it cannot say what a token costs: measure at several")
+    return table
 
 
 def parse_step_table(raw: Any) -> StepTable:
@@ -287,11 +298,6 @@ def parse_step_table(raw: Any) -> StepTable:
     )
 
 
-def _beyond(curve: Curve, x: ArrayLike) -> Floats:
-    """What `extend` adds for x after the last probe."""
-    return curve.growth() * np.maximum(np.asarray(x, dtype=float) - curve.probes[-1], 0.0)
-
-
 def _get(raw: Mapping[str, Any], key: str) -> Any:
     if key not in raw:
         raise UserError(
@@ -303,7 +309,7 @@ def _get(raw: Mapping[str, Any], key: str) -> Any:
 
 def _numbers(value: Any, name: str, kind: type[Any]) -> tuple[Any, ...]:
     allowed = (int,) if kind is int else (int, float)
-    if not isinstance(value, list) or not all(type(x) in allowed for x in value):
+    if not isinstance(value, list) or not all(type(x) in allowed and _fits(x) for x in value):
         raise UserError(f"{name} must hold {'whole ' if kind is int else ''}numbers, not {_short(value)}")
     return tuple(kind(x) for x in value)
 
@@ -317,6 +323,11 @@ def _grid(points: Any) -> Grid:
     if min(requests, default=1) < 1 or min(drafts, default=0) < 0 or not all(0 < s < math.inf for s in seconds):
         raise UserError(f"dspec.{_POINTS}: requests must be at least 1, drafts at least 0, seconds above 0")
     return dict(zip(zip(requests, drafts, strict=True), seconds, strict=True))
+
+
+def _fits(number: float) -> bool:
+    """Whether numpy can hold it."""
+    return isinstance(number, float) or abs(number) < 2**63
 
 
 def _short(values: Any) -> str:

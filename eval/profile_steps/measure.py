@@ -61,6 +61,9 @@ def measure(target: LanguageModel, draft: Draft, settings: ProfileSettings, *, s
                 start = clock.now()
                 decoder.step(state)
                 times[R, length].append(clock.now() - start)
+                if length == 0:  # the next timed step is not to make up for this one's features
+                    fixed.length = settings.lengths[1]
+                    decoder.step(state)
     return {point: statistics.median(seconds[settings.warmup :]) for point, seconds in times.items()}
 
 
@@ -78,8 +81,8 @@ def fit(points: Points, *, about: Mapping[str, Any]) -> AdditiveSteps:
     solution, _, rank, _ = np.linalg.lstsq(weighted, np.ones(len(points)), rcond=None)
     if rank < rows.shape[1]:
         raise UserError(
-            f"profile.requests={requests} and profile.lengths do not tell drafting from verifying: some requests times "
-            "1 + length must be equal to others, as with [1, 2, 4, 8] and [0, 1, 3, 7]"
+            f"steps timed with {requests} requests at these lengths do not tell drafting from verifying: some requests "
+            "times 1 + length must be equal to others, as with requests [1, 2, 4, 8] and lengths [0, 1, 3, 7]"
         )
     alpha = np.maximum(solution[: len(requests)], 0.0)  # drafting is never a gain
     rest = np.ones(len(points)) - weighted[:, : len(requests)] @ alpha

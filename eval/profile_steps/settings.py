@@ -33,4 +33,4 @@ class ProfileSettings:
     @property
     def max_new_tokens(self) -> int:
         """More than any of the prompts' answers gets."""
-        return 2 + (self.warmup + self.repeats) * sum(1 + length for length in self.lengths)
+        return 2 + (self.warmup + self.repeats) * (sum(1 + length for length in self.lengths) + 1 + self.lengths[1])

@@ -19,7 +19,6 @@ from dspec.decoding.autoregressive import Autoregressive
 from dspec.decoding.loop import Decoder
 from dspec.decoding.proposers import DraftProposer
 from dspec.decoding.speculative import Speculative
-from dspec.errors import UserError
 from dspec.models.draft import Draft
 from dspec.models.language_model import LanguageModel
 from dspec.models.temperatures import Calibration
@@ -77,6 +76,8 @@ class ToldLengths:
         return ScheduleMemory(requests, lag=0)
 
     def drafts(self, memory: ScheduleMemory) -> bool:
+        if self._work is not None:
+            self._work.drafts(memory)
         return self.length > 0
 
     def __call__(self, confidence_RJ: Floats, count_R: Ints, memory: ScheduleMemory) -> Ints:
@@ -106,10 +107,7 @@ class StepTimer:
         calibration: Calibration | None,
         now: Clock,
     ) -> None:
-        """Raises UserError for lengths above the drafter's."""
         self.requests, self.lengths = requests, list(settings.profile_lengths)
-        if self.lengths[-1] > (slots := draft.config.num_drafts):
-            raise UserError(f"serving.profile_lengths up to {self.lengths[-1]}: this drafter drafts {slots} tokens")
         self._told = {EVEN: ToldLengths(None), RAGGED: ToldLengths(Synchronous(ANY_TABLE, **settings.rules))}
         decoders: dict[str, Decoder] = {PLAIN: Autoregressive(target=target)}
         for kind, scheduler in self._told.items():
@@ -127,6 +125,9 @@ class StepTimer:
                     self._told[kind].length = n
                 joining = lane.engine.waiting
                 samples[kind, self.requests, 0 if kind == PLAIN else n].append((joining, lane.step()))
+                if kind in self._told and n == 0:  # the next timed step is not to make up for this one's features
+                    self._told[kind].length = self.lengths[1]
+                    lane.step()
 
 
 def measure_costs(timers: Sequence[StepTimer], *, repeats: int, about: Mapping[str, Any]) -> EngineCosts:

@@ -54,8 +54,9 @@ def run(cfg: DictConfig, benchmarks: Mapping[str, Benchmark], settings: ServingS
         raise UserError(
             "a load report needs a drafter with a confidence head: set checkpoint=<run folder of recipe=dspark>"
         )
-    if settings.static[-1] > (slots := draft.config.num_drafts):
-        raise UserError(f"serving.static up to {settings.static[-1]}: this drafter drafts {slots} tokens")
+    for name, lengths in (("static", settings.static), ("profile_lengths", settings.profile_lengths)):
+        if lengths[-1] > (slots := draft.config.num_drafts):
+            raise UserError(f"serving.{name} up to {lengths[-1]}: this drafter drafts {slots} tokens")
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     policy: PromptPolicy = loaded.policy or instantiate(cfg.policy)
     dtype = str(target.dtype).removeprefix("torch.")

@@ -23,7 +23,9 @@ class ServedPrompt:
 
 def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> list[tuple[str, Benchmark, Item]]:
     """At most `limit` items of each benchmark, as many of each, in turn: any stretch of them has the same mixture.
-    Raises UserError where there is none, or one that has holes to fill."""
+    Raises UserError where there is none, one that has holes to fill, or for limit < 1."""
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit} must be at least 1 (null: all prompts)")
     queues = {name: list(benchmark.items()[:limit]) for name, benchmark in benchmarks.items()}
     if any(item.infills for items in queues.values() for item in items):
         raise UserError(
@@ -31,7 +33,7 @@ def left_to_right(benchmarks: Mapping[str, Benchmark], *, limit: int | None) -> 
         )
     count = min(map(len, queues.values()), default=0)
     if not count:
-        raise UserError("there are no prompts to serve: choose a benchmark, and set limit to at least 1")
+        raise UserError("there are no prompts to serve: choose a benchmark that has some")
     return [(name, benchmarks[name], items[i]) for i in range(count) for name, items in queues.items()]
 
 

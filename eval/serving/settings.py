@@ -1,5 +1,6 @@
 """The settings of a load report. Imports nothing heavy: mistakes are reported before torch loads."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,11 @@ class ServingSettings:
         for name in (*whole, "overhead_requests", "overhead_slots", "overhead_repeats"):
             if (value := getattr(self, name)) < 1:
                 raise UserError(f"serving.{name}={value} must be at least 1")
-        if not self.turnovers >= 0:
-            raise UserError(f"serving.turnovers={self.turnovers} must be at least 0")
+        if not 0 <= self.turnovers < math.inf:
+            raise UserError(f"serving.turnovers={self.turnovers} must be a number of at least 0")
         if self.clock not in CLOCKS:
             raise UserError(f"serving.clock={self.clock} must be one of {', '.join(CLOCKS)}")
-        if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1):
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1):
             raise UserError(
                 f"serving.temperature={self.temperature} and serving.top_p={self.top_p}: need temperature >= 0 and "
                 "0 < top_p <= 1"

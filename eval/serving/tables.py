@@ -1,6 +1,7 @@
 """A load report as text: for a terminal, and as Markdown. Pure functions of results.json's content."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from eval.reports.table import aligned, markdown_table, number
@@ -96,9 +97,9 @@ def verdict_text(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def errors(rows: Sequence[Row]) -> str:
     """One line: how far the simulator is off."""
-    off = sorted(abs(row["error"]) for row in rows)
+    off = [abs(row["error"]) for row in rows]
     worst = max(rows, key=lambda row: abs(row["error"]))
     return (
-        f"predicted throughput is off by {100 * off[len(off) // 2]:.1f} % at the median cell, by "
-        f"{100 * off[-1]:.1f} % at most ({worst['variant']}, {worst['concurrency']} in flight)"
+        f"predicted throughput is off by {100 * median(off):.1f} % at the median cell, by "
+        f"{100 * max(off):.1f} % at most ({worst['variant']}, {worst['concurrency']} in flight)"
     )

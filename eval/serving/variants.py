@@ -142,9 +142,11 @@ def predict(
 
 
 def ratio(a: Sequence[Counts], b: Sequence[Counts], *, seed: int) -> dict[str, Any]:
-    """Median over repeats of a's throughput over b's, with a bootstrapped 95 % interval."""
+    """Median over repeats of a's throughput over b's, with a bootstrapped 95 % interval (None for one repeat)."""
     ratios = [x.throughput / y.throughput for x, y in zip(a, b, strict=True)]
-    interval = bootstrap(lambda at: median(ratios[i] for i in at), len(ratios), seed=seed)
+    interval = None
+    if len(ratios) > 1:
+        interval = bootstrap(lambda at: median(ratios[i] for i in at), len(ratios), seed=seed)
     return {"median": median(ratios), "interval_95": interval}
 
 

@@ -66,8 +66,6 @@ def gather(
     fit."""
     recordings = [read_recording(Path(path).expanduser()) for path in settings.traces]
     table = read_step_table(Path(settings.steps).expanduser()) if settings.steps is not None else None
-    if table is not None and len(table.probes) < 2:
-        raise UserError(f"{settings.steps} has one probe, so it cannot say what a token costs: measure at several")
     if recordings and table is not None:
         return recordings, table
     items = left_to_right(benchmarks, limit=cfg.limit) if not recordings else []
@@ -98,11 +96,8 @@ def gather(
 def report(cells: Sequence[Cell], settings: StudySettings, table: StepTable, run_dir: Path) -> None:
     """Prints the tables, writes results.md and the plots."""
     where: dict[str, Any] = {"focus": settings.focus, "scheduler": settings.schedulers[0]}
-    hardware = table.about.get("hardware", {})
-    machine = ", ".join(f"{key} {value}" for key, value in hardware.items()) or "an unnamed machine"
-    steps = (
-        f'Steps measured on: {machine}. "dear" steps are hypothetical: tokens cost {settings.dearer:g} times as much.'
-    )
+    dear = f'"dear" steps are hypothetical: tokens cost {settings.dearer:g} times as much.'
+    steps = f"Steps measured on: {_machine(table)}. {dear}"
     with atomic_file(run_dir / "results.md") as scratch:
         scratch.write_text(tables.markdown(cells, steps=steps, **where), encoding="utf-8")
     draw(cells, settings, run_dir / "plots")
@@ -110,6 +105,11 @@ def report(cells: Sequence[Cell], settings: StudySettings, table: StepTable, run
     print(f"{tables.gains(cells)}\n{tables.LEGEND}\n{steps}\n")
     print(f"{tables.waste(picked)}\n\n{tables.calibration(picked)}\n")
     print(f"{tables.verdict(cells)}\nnumbers and plots: {run_dir}")
+
+
+def _machine(table: StepTable) -> str:
+    hardware = table.about.get("hardware") or "an unnamed machine"
+    return ", ".join(f"{k} {v}" for k, v in hardware.items()) if isinstance(hardware, Mapping) else str(hardware)
 
 
 def draw(cells: Sequence[Cell], settings: StudySettings, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,12 +147,13 @@ def test_places_are_given_to_others(toys: SimpleNamespace) -> None:
     places = set()
     while engine.busy:
         engine.step()
-        if engine._state is not None:
+        if engine._state is not None and engine._state.rows:
             caches = (engine._state.cache, engine._state.parts["drafter"])
             assert all(layer.shape[0] <= 4 for cache in caches for layer in cache.layers)
             places |= {layer.keys.data_ptr() for layer in engine._state.cache.layers}
     assert len(places) == len(made.target.model.get_decoder().layers)
-    assert engine._state is None
+    assert engine._state is not None
+    assert (engine._state.rows, list(engine._state.cache.layers)) == ([], [])
     assert (engine.in_flight, engine.waiting) == (0, 0)
     before = len(engine.finished())
     engine.step()  # nothing to do
@@ -232,6 +234,23 @@ def test_a_stop_that_fails_ends_its_own_request(toys: SimpleNamespace) -> None:
     assert seen(answers[number].generation) == seen(decode(made, [fine])[0])
 
 
+def test_a_should_stop_that_fails_on_drafts_ends_its_request_at_once(toys: SimpleNamespace) -> None:
+    """Whether it is asked about drafts or about what was accepted of them."""
+    calls: list[int] = []
+
+    def fails_once(tokens: Any, known: int) -> None:
+        calls.append(known)
+        if len(calls) == 2:
+            raise ValueError("no text")
+
+    one = request(random.Random(0), max_new_tokens=18, stop_ids=(), should_stop=fails_once)
+    engine = Engine(decoder(toys, "thresholded"), max_in_flight=1, max_cache_tokens=None)
+    number = engine.submit(one)
+    answer = run(engine)[number]
+    assert answer.error == "should_stop failed: ValueError: no text"
+    assert len(answer.generation.tokens) == 2
+
+
 def test_cancelling(toys: SimpleNamespace) -> None:
     rng, made = random.Random(5), decoder(toys, "thresholded")
     engine = Engine(made, max_in_flight=2, max_cache_tokens=None)
@@ -279,6 +298,41 @@ def test_a_request_may_cancel_others_in_the_middle_of_a_pass(toys: SimpleNamespa
     assert [answers[number].reason for number in range(3)] == ["cancelled", "cancelled", "length"]
     assert [len(answers[number].generation.tokens) for number in range(3)] == [4, 4, 12]
     assert seen(answers[2].generation) == seen(decode(made, [asked[2]])[0])
+
+
+def test_a_request_may_cancel_itself_at_its_first_token(toys: SimpleNamespace) -> None:
+    made = decoder(toys, "autoregressive")
+    engine = Engine(made, max_in_flight=2, max_cache_tokens=None)
+
+    def cancels(tokens: Any, known: int) -> None:
+        assert engine.cancel(0) == (known == 0)
+
+    one, other = (request(random.Random(k), max_new_tokens=5, stop_ids=(), should_stop=None) for k in range(2))
+    for asked in (replace(one, should_stop=cancels), other):
+        engine.submit(asked)
+    answers = run(engine)
+    assert (answers[0].reason, answers[0].error, len(answers[0].generation.tokens)) == ("cancelled", None, 1)
+    assert seen(answers[1].generation) == seen(decode(made, [other])[0])
+
+
+def test_a_pass_that_fails_loses_no_request(toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were about to join wait again, in their order."""
+    made, rng = decoder(toys, "autoregressive"), random.Random(2)
+    engine, asked = Engine(made, max_in_flight=3, max_cache_tokens=None), [request(rng) for _ in range(5)]
+    for one in asked:
+        engine.submit(one)
+
+    def full(requests: Any) -> State:
+        raise MemoryError
+
+    monkeypatch.setattr(made, "start", full)
+    with pytest.raises(MemoryError):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.in_flight == 0
+    assert [ticket.number for ticket in engine._waiting] == [0, 1, 2, 3, 4]
+    answers = run(engine)
+    assert [seen(answers[k].generation) for k in range(5)] == [seen(g) for g in decode(made, asked)]
 
 
 def test_refusals(toys: SimpleNamespace) -> None:

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from dspec.decoding.sampling import Sampling
 from dspec.decoding.speculative import Speculative
 from dspec.errors import UserError
 from dspec.models.temperatures import Calibration
+from dspec.serving import schedulers
+from dspec.serving.engine import Engine
 from dspec.serving.policies import ScheduledVerification
 from dspec.serving.schedulers import (
     Drafting,
@@ -346,6 +349,20 @@ def test_the_latest_drafts_are_kept_and_at_first_all_count_as_accepted() -> None
     assert memory.recent_NJ.tolist() == [[0, 0]] * 6
 
 
+def test_while_drafting_pays_it_is_weighed_for_every_quarter_of_the_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weighing costs time. While it does not pay, it is weighed after every probe."""
+    weighed: list[bool] = []
+    pays = iter([True] * 3 + [False] * 9)
+    monkeypatch.setattr(schedulers, "drafting_pays", lambda *given: weighed.append(next(pays)) or weighed[-1])
+    drafting = Drafting(StepCosts(additive(0.5, 0.2), lambda raw, R: raw, extend=True), horizon=16, probe_every=2)
+    memory, seen = ScheduleMemory(1, lag=0), []
+    for _ in range(20):
+        if drafting.wanted(memory):
+            drafting.observe(np.zeros((1, 3)), memory)
+        seen.append(len(weighed))
+    assert seen == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 5, 5, 6]
+
+
 # ---- in the decoder
 
 
@@ -416,6 +433,55 @@ def test_calibration_reaches_the_scheduler(toys: SimpleNamespace) -> None:
         policy(Proposal(proposal.tokens_BJ, proposal.count_B), [WARM], policy.new_memory(1))
 
 
+def test_an_engine_that_was_idle_remembers_whether_drafting_pays(
+    toys: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one seat it is idle after every request. Of the requests themselves nothing is left, caches included."""
+    hopeless = Synchronous(additive(draft=9.0, token=1.0), **RULES | {"probe_every": 100})
+    decoder, _ = speculative(toys, hopeless)
+    states: list[Any] = []
+    start = decoder.start
+    monkeypatch.setattr(decoder, "start", lambda asked: states.append(start(asked)) or states[-1])
+    engine, drafted = Engine(decoder, max_in_flight=1, max_cache_tokens=None), []
+    for asked in make_requests([[1, 2], [3], [4]], seeds=range(3), sampling=WARM, max_new_tokens=5, stop_ids=()):
+        engine.submit(asked)
+        while engine.busy:
+            engine.step()
+        (answer,) = engine.finished()
+        assert len(answer.generation.tokens) == 5
+        drafted.append(answer.generation.draft_forwards)
+        assert not states[0].cache.layers
+        assert not states[0].rows
+        assert not states[0].parts["policy"].past
+    assert drafted == [1, 0, 0]
+    monkeypatch.setattr(decoder, "step", lambda state: pytest.fail("a step of nothing"))
+    engine.step()
+
+
+def test_a_row_that_has_finished_and_stays_leaves_nothing_to_make_up_for(toys: SimpleNamespace) -> None:
+    class Late(Static):
+        rounds = 0
+
+        def drafts(self, memory: ScheduleMemory) -> bool:
+            self.rounds += 1
+            return self.rounds > 9
+
+    decoder, target = speculative(toys, Late(3))
+    short, long = make_requests([[1], [3, 4]], seeds=[0, 1], sampling=toys.GREEDY, max_new_tokens=20, stop_ids=())
+    state, starts = decoder.start([replace(short, max_new_tokens=1), long]), []
+    extend = decoder.proposer.extend
+
+    def watched(memory: Any, features: Any, start_B: Any) -> None:
+        starts.extend(start_B)
+        extend(memory, features, start_B)
+
+    decoder.proposer.extend = watched  # type: ignore[method-assign]
+    while not all(row.done for row in state.rows):
+        decoder.step(state)
+    assert min(starts) > 0
+    assert state.rows[1].generation.tokens == toys.ar(target, [[3, 4]], 20)[0]
+
+
 SETTINGS: dict[str, Any] = {
     "sequential_head": True,
     "refinement_passes": 0,
@@ -458,6 +524,7 @@ def test_every_scheduler_by_name(toys: SimpleNamespace, steps: str, name: str) -
         ({"steps": "/nowhere/sps.json"}, "no step table in /nowhere/sps.json"),
         ({"scheduler": "best"}, "scheduler=best must be one of synchronous"),
         ({"scheduler": "static", "length": -1}, "length=-1"),
+        ({"scheduler": "static", "length": 99}, "length=99: this drafter drafts"),
         ({"scheduler": "threshold", "threshold": 1.0}, "threshold=1.0"),
         ({"steps": "", "min_yield": 1.0}, "min_yield=1.0"),
         ({"steps": "", "horizon": 0}, "horizon=0"),

@@ -298,7 +298,7 @@ def test_whether_drafting_pays() -> None:
     assert drafting_pays(recent, 8, seconds, 1.0)  # 8 * 1.75 / 1.36 = 10.3 against 8
     assert not drafting_pays(recent, 8, 1.0 + 0.8 + 0.01 * K, 1.0)  # 14 / 1.96 = 7.1
     assert not drafting_pays(np.zeros((1, 2)), 8, seconds, 1.0)
-    assert not drafting_pays(np.zeros((1, 2)), 8, 1.0 + 0.01 * K, 1.0)  # a tie does not pay
+    assert not drafting_pays(np.zeros((1, 2)), 8, np.ones(len(K)), 1.0)  # a tie does not pay
 
 
 def test_drafts_that_differ_pay_where_their_mean_does_not() -> None:

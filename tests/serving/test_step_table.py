@@ -1,6 +1,7 @@
 """Step tables: SGLang's two forms, look-up and interpolation, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (FLOOR | {"sample_steps_per_sec": "fast"}, "must hold numbers"),
     (FLOOR | {"max_batch_tokens": 63}, "below the probe 64"),
     (FLOOR | {"max_batch_tokens": True}, "whole numbers"),
+    (FLOOR | {"sample_batch_tokens": [8, 16, 32, 10**30]}, "whole numbers"),
+    (ADDITIVE | {"bias_seconds": 10**400}, "must hold numbers"),
+    ({"sample_batch_tokens": [1], "sample_steps_per_sec": [9.0], "max_batch_tokens": 1}, "has one probe"),
+    (ADDITIVE | {"m_probes": [1], "theta_seconds": [0.0]}, "has one probe"),
     (FLOOR | {"dspec": {"interpolation": "cubic"}}, "floor or linear"),
     ({"sample_batch_tokens": [1]}, "sample_steps_per_sec is missing"),
     ({}, "sample_batch_tokens is missing"),
@@ -150,6 +155,7 @@ def test_measured_steps_between_points() -> None:
     steps = MeasuredSteps(grid=GRID, fitted=None)
     assert steps.seconds(2, [4, 6, 8]) == pytest.approx([2.0, 3.0, 4.0])
     assert steps.seconds(2, [2, 20]) == pytest.approx([2.0, 4.0])  # drafting is in all of these
+    assert steps.seconds(2, [8, 12], extend=True) == pytest.approx([4.0, 6.0])  # time goes on growing
     assert steps.seconds(3, 6) == pytest.approx(3.0)
     assert [steps.seconds_without_drafts(R) for R in (1, 2, 3, 9)] == [1.0, 1.0, 2.0, 3.0]
     assert steps.probes == (2, 4, 8, 16)
@@ -170,11 +176,12 @@ def test_the_fit_goes_on_where_nothing_was_measured() -> None:
 
 
 def test_measured_points_are_in_the_file_and_sglang_reads_the_fit(tmp_path: Path) -> None:
-    steps = MeasuredSteps(about={"dtype": "float32"}, grid=GRID, fitted=FITTED)
+    fitted = replace(FITTED, about={"dtype": "float32"})
+    steps = MeasuredSteps(about=fitted.about, grid=GRID, fitted=fitted)
     (tmp_path / "sps.json").write_text(json.dumps(steps.to_dict()))
     read = read_step_table(tmp_path / "sps.json")
     assert read == steps
-    assert read.for_sglang == FITTED
+    assert read.for_sglang == fitted
     assert hash(read) == hash(steps)
     raw = json.loads((tmp_path / "sps.json").read_text())
     del raw["dspec"]

@@ -10,7 +10,7 @@ import pytest
 
 from dspec.errors import UserError
 from dspec.models.language_model import LanguageModel
-from dspec.serving.step_table import AdditiveSteps, read_step_table
+from dspec.serving.step_table import AdditiveSteps, MeasuredSteps, read_step_table
 from eval.profile_steps import measure as measuring
 from eval.profile_steps.__main__ import main
 from eval.profile_steps.measure import fit, measure
@@ -56,10 +56,10 @@ def test_every_point_is_timed_on_real_steps(toys: SimpleNamespace, monkeypatch: 
     target = toys.target(vocab=11)
     draft = toys.draft(target, block=4, head="vanilla", confidence=True)
     work = {"now": 0.0, "steps": 0}
-    forward, propose = LanguageModel.__call__, measuring.DraftProposer.propose
+    forward, propose, extend = LanguageModel.__call__, measuring.DraftProposer.propose, measuring.DraftProposer.extend
 
     def counted(self: LanguageModel, ids: Any, *args: Any, **options: Any) -> Any:
-        slow = 100.0 if work["steps"] < 18 else 1.0  # the warm-up: two steps at each point
+        slow = 100.0 if work["steps"] < 24 else 1.0  # the warm-up: two steps at each point, and untimed ones
         work["steps"] += options.get("start_B") is not None
         work["now"] += slow * ids.numel()
         return forward(self, ids, *args, **options)
@@ -69,11 +69,16 @@ def test_every_point_is_timed_on_real_steps(toys: SimpleNamespace, monkeypatch: 
         work["now"] += 0.5
         return propose(self, *args, **options)
 
+    def extended(self: Any, *args: Any, **options: Any) -> None:
+        work["now"] += 0.25  # once in a step that drafts, not for the steps before it too
+        extend(self, *args, **options)
+
     monkeypatch.setattr(LanguageModel, "__call__", counted)
+    monkeypatch.setattr(measuring.DraftProposer, "extend", extended)
     monkeypatch.setattr(measuring.DraftProposer, "propose", drafted)
     monkeypatch.setattr(measuring.Profile, "now", lambda self: work["now"])
     points = measure(target, draft, ProfileSettings(**SMALL), seed=0)
-    assert points == {(R, n): R * (1 + n) + 0.5 * (n > 0) for R in (1, 2, 4) for n in (0, 1, 3)}
+    assert points == {(R, n): R * (1 + n) + 0.75 * (n > 0) for R in (1, 2, 4) for n in (0, 1, 3)}
     with pytest.raises(UserError, match="this drafter drafts 4 tokens"):
         measure(target, draft, ProfileSettings(**SMALL | {"lengths": [0, 5]}), seed=0)
     with pytest.raises(UserError, match="positions"):
@@ -110,8 +115,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     main()
     table = read_step_table(tmp_path / "sps.json")
-    assert isinstance(table, AdditiveSteps)
-    assert (table.requests, table.tokens) == ((1, 2, 4), (1, 2, 4, 8, 16))
+    assert isinstance(table, MeasuredSteps)
+    assert isinstance(table.for_sglang, AdditiveSteps)
+    assert table.for_sglang.requests == (1, 2, 4)
+    assert table.probes == table.for_sglang.probes == (1, 2, 4, 8, 16)
     assert table.about["context"] == 8
     assert {"cpu", "cores"} <= table.about["hardware"].keys()
     points = json.loads((tmp_path / "profile.json").read_text())["points"]

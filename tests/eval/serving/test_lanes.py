@@ -21,7 +21,7 @@ from dspec.serving.simulator import Load, simulate
 from dspec.serving.step_table import AdditiveSteps
 from dspec.serving.traces import Replay, Round, Trace
 from eval.benchmarks.base import Item
-from eval.serving.costs import EVEN, PLAIN, RAGGED, Prefill, ToldLengths, costs_of
+from eval.serving.costs import EVEN, PLAIN, RAGGED, Prefill, StepTimer, ToldLengths, costs_of
 from eval.serving.lanes import Counts, Lane, requests
 from eval.serving.prompts import ServedPrompt, left_to_right
 from eval.serving.record import EveryPosition, record_answers
@@ -119,7 +119,10 @@ def test_domains_take_turns_as_long_as_all_have_prompts() -> None:
     with pytest.raises(UserError, match="fills no holes"):
         left_to_right({"a": bench("1", holes=True)}, limit=None)
     with pytest.raises(UserError, match="no prompts to serve"):
-        left_to_right({"a": bench("1")}, limit=0)
+        left_to_right({"a": bench("1"), "b": bench()}, limit=None)
+    for limit in (0, -1):
+        with pytest.raises(UserError, match=f"limit={limit} must be at least 1"):
+            left_to_right({"a": bench("1", "2")}, limit=limit)
 
 
 # ---- traces
@@ -249,11 +252,37 @@ def test_ragged_lengths_have_the_mean_that_they_are_told() -> None:
         assert told(c, np.full(5, 3), memory).tolist() == lengths
         assert told.drafts(memory)
     told.length = 0
+    assert memory.pays is not None  # a scheduler's work is whether to draft, too
     assert not told.drafts(memory)
     even = ToldLengths(None)
     even.length = 2
     assert even(c, np.full(5, 3), memory).tolist() == [2] * 5
     assert told.reads_confidence > even.reads_confidence
+
+
+def test_no_timed_step_makes_up_for_one_without_drafts() -> None:
+    """After a step without drafts comes an untimed one with some, but for plain decoding, which never drafts."""
+    timer, told, steps = StepTimer.__new__(StepTimer), ToldLengths(None), []
+    timer.requests, timer.lengths, timer._told = 2, [0, 1, 3], {EVEN: told}
+
+    class Watched:
+        engine = SimpleNamespace(waiting=0)
+
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        def step(self) -> float:
+            steps.append((self.kind, told.length))
+            return float(len(steps))
+
+    timer._lanes = {kind: Watched(kind) for kind in (PLAIN, EVEN)}  # type: ignore[misc]
+    samples: Any = defaultdict(list)
+    timer.time(samples)
+    assert [length for kind, length in steps if kind == EVEN] == [0, 1, 1, 3]
+    assert {point: len(timed) for point, timed in samples.items()} == {
+        (PLAIN, 2, 0): 3, (EVEN, 2, 0): 1, (EVEN, 2, 1): 1, (EVEN, 2, 3): 1,
+    }  # fmt: skip
+    assert samples[EVEN, 2, 1] == [(0, 5.0)]  # the later of the two
 
 
 # ---- the window of a simulation

@@ -12,8 +12,9 @@ import pytest
 from dspec.config.compose import composed
 from dspec.errors import UserError
 from dspec.serving.recording import read_recording
+from dspec.serving.schedulers import Drafting
 from dspec.serving.simulator import Outcome, Served
-from dspec.serving.step_table import AdditiveSteps, read_step_table
+from dspec.serving.step_table import AdditiveSteps, MeasuredSteps, read_step_table
 from eval.reports.serving_plots import plot_predicted, plot_serving
 from eval.serving import tables
 from eval.serving.__main__ import main
@@ -66,6 +67,8 @@ def test_a_row_by_hand() -> None:
 def test_ratios_are_paired() -> None:
     a, b = measured(100, 10, 1000), measured(50, 5, 500)
     assert ratio(a.slices, b.slices, seed=0) == {"median": 2.0, "interval_95": [2.0, 2.0]}
+    one = ratio(a.slices[:1], b.slices[:1], seed=0)
+    assert one == {"median": 2.0, "interval_95": None}  # one repeat says nothing of the spread
 
 
 def test_the_better_scheduled_against_the_best_static() -> None:
@@ -101,6 +104,10 @@ def test_text_and_plots(tmp_path: Path) -> None:
     assert "+20.0" in text
     assert max(map(len, text.splitlines())) <= 120
     assert "off by 20.0 % at the median cell" in tables.errors(rows)
+    two = [{"variant": "AR", "concurrency": 1, "error": -0.5}, {"variant": "static 1", "concurrency": 8, "error": 0.1}]
+    assert tables.errors(two) == (
+        "predicted throughput is off by 30.0 % at the median cell, by 50.0 % at most (AR, 1 in flight)"
+    )
     page = tables.markdown(rows, [], clock="wall")
     assert page.count("| static 3 |") == 2
     assert tables.interval({"median": 1.0, "interval_95": None}) == "1.00"
@@ -136,7 +143,10 @@ def test_time_is_counted_around_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
     table = AdditiveSteps(
         bias_seconds=1.0, requests=(1, 4), alpha_seconds=(0.1, 0.2), tokens=(1, 32), theta_seconds=(0.0, 0.5)
     )
+    weighed, wanted = [], Drafting.wanted
+    monkeypatch.setattr(Drafting, "wanted", lambda *given: weighed.append(given) or wanted(*given))
     times = overhead(table, RULES, requests=4, slots=7, repeats=3, seed=0)
+    assert len(weighed) == 2 * 4  # whether to draft is part of a decision
     assert times.keys() == {"synchronous", "asynchronous"}
     assert all(t["first"] > 0 < t["median"] for t in times.values())
     settings = ServingSettings(**DEFAULTS)
@@ -174,6 +184,7 @@ def test_how_many_answers() -> None:
         ({"temperature": -1.0}, "serving.temperature=-1.0"),
         ({"top_p": 0.0}, "top_p"),
         ({"turnovers": -1.0}, "serving.turnovers"),
+        ({"turnovers": float("inf")}, "serving.turnovers=inf"),
         ({"repeats": 0}, "serving.repeats=0"),
         ({"requests": 0}, "serving.requests=0"),
         ({"trace_concurrency": 0}, "serving.trace_concurrency=0"),
@@ -229,7 +240,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert recording.about.concurrency == 4
     assert recording.about.every_position
     assert [t.domain for t in recording.traces] == ["stories"] * 4
-    assert isinstance(read_step_table(tmp_path / "sps.json"), AdditiveSteps)
+    assert isinstance(read_step_table(tmp_path / "sps.json"), MeasuredSteps)
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {
         "throughput.png", "pareto.png", "budget.png", "predicted.png"
     }  # fmt: skip
@@ -244,6 +255,11 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     [
         ([], "needs a drafter with a confidence head"),
         ([f"checkpoint={DRAFTER}", "serving.static=[9]", "limit=1"], "this drafter drafts 7 tokens"),
+        (
+            [f"checkpoint={DRAFTER}", "serving.profile_lengths=[0,9]", "limit=1"],
+            "profile_lengths up to 9: this",
+        ),
+        ([f"checkpoint={DRAFTER}", "limit=-1"], "limit=-1 must be an integer of at least 1"),
         ([f"checkpoint={DRAFTER}", "benchmark=tiny_infilling"], "fills no holes"),
         ([f"checkpoint={DRAFTER}", "serving=null"], "serving=null"),
         ([f"checkpoint={DRAFTER}", "serving.concurrencies=[1]"], "concurrenc"),
@@ -256,3 +272,4 @@ def test_runs_that_are_refused(
         command(monkeypatch, tmp_path, *args)
     assert left.value.code == 2
     assert words in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if path.name != ".hydra"]  # refused before anything is recorded

@@ -13,17 +13,19 @@ import pytest
 
 from dspec.config.compose import composed, instantiate
 from dspec.errors import UserError
-from dspec.serving.estimators import Logistic, Online, Scaled, sigmoid
+from dspec.serving.estimators import Logistic, Online, Recorded, Scaled, sigmoid
 from dspec.serving.recording import RecordedOn, Recording
+from dspec.serving.schedulers import Synchronous
 from dspec.serving.simulator import Outcome
 from dspec.serving.step_table import AdditiveSteps, TabulatedSteps
 from dspec.serving.traces import Round, Trace
 from eval.serving_study import run as running
+from eval.serving_study import simulate as simulating
 from eval.serving_study import tables
 from eval.serving_study.__main__ import main
 from eval.serving_study.scenarios import HINDSIGHT, LOGISTIC, ONLINE, ORACLE, RAW, SLOTS, STS, dearer, scenarios
 from eval.serving_study.settings import StudySettings
-from eval.serving_study.simulate import Study, calibration, compared, gain
+from eval.serving_study.simulate import Study, calibration, compared, gain, oracles
 
 PAGE = ["recipe=sweeps/serving_calibration"]
 SMALL: dict[str, Any] = {"batches": 2, "concurrencies": [1, 3], "focus": 3, "schedulers": ["synchronous"]}
@@ -186,6 +188,42 @@ def test_cells_of_a_study() -> None:
     assert tables.gains(cells).count("T = 1, ") == 4
 
 
+def test_what_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch with a new scheduler; an estimator keeps what it has learnt. Without one the truth is told."""
+    calls: list[Any] = []
+
+    def simulate(source: Any, scheduler: Any, table: Any, load: Any, **options: Any) -> Outcome:
+        calls.append((len(source.answers), scheduler, load.max_in_flight, options))
+        return Outcome()
+
+    monkeypatch.setattr(simulating, "simulate", simulate)
+    study, batches = Study(settings(), {}, seed=0), Recorded(recording().traces, slots=SLOTS_NUMBER).deal(3, seed=0)
+    study._runs(batches, {ONLINE: lambda: Online(SLOTS_NUMBER, grid=[1.0], half_life=9.0, prior=1.0)},
+                "synchronous", TABLE, 2)  # fmt: skip
+    study._serve(batches, lambda: Synchronous(TABLE, min_yield=0.05, horizon=4, probe_every=4), TABLE, 11, None)
+    learning, told = calls[:3], calls[3:]
+    assert len({id(scheduler) for _, scheduler, _, _ in calls}) == 6
+    assert len({id(options["estimator"]) for *_, options in learning}) == 1
+    assert [options["oracle"] for *_, options in calls] == [False] * 3 + [True] * 3
+    assert [options["requests"] for *_, options in calls] == [8] * 3 + [11] * 3
+    assert [load for _, _, load, _ in calls] == [2] * 3 + [11] * 3
+    assert all(isinstance(options["estimator"], Scaled) for *_, options in told)
+
+
+def test_the_oracle_may_leave_drafting_out() -> None:
+    """The better of drafting always and where it pays."""
+    assert [make()._drafting is None for make in oracles(TABLE, settings())] == [True, False]  # type: ignore[attr-defined]
+
+
+def test_gains_as_text() -> None:
+    one = {"throughput": 9.0, "gain": {"mean": 0.1, "low": -0.02, "high": 0.06}, "share_of_oracle": 0.5}
+    better = one | {"gain": {"mean": 0.2, "low": 0.01, "high": 0.05}, "share_of_oracle": None}
+    worse = one | {"gain": {"mean": -0.2, "low": -0.3, "high": -0.1}, "share_of_oracle": 0.1}
+    assert tables._gain(one) == "+10.0±4.0"  # half of the interval
+    assert tables._gain({"throughput": 9.4}) == "9"
+    assert tables._summary([one, better, worse]) == ["1", "1", "3", "-20.0 to +20.0", "30"]
+
+
 def outcome(tokens: int, seconds: float, **counts: Any) -> Outcome:
     known: dict[str, Any] = {"steps": 10, "request_steps": 10, "verified": 8, "accepted": 6, "drafted_steps": 10}
     return Outcome(tokens=tokens, seconds=seconds, **known | counts)
@@ -218,6 +256,13 @@ def test_calibration_is_that_of_survival() -> None:
     assert made["curve"]["predicted"] == pytest.approx([0.4, 0.6, 0.8])
     assert made["curve"]["observed"] == [0.0, 0.0, 1.0]
     assert made["curve"]["count"] == [1, 1, 1]
+
+
+def test_where_steps_were_measured() -> None:
+    """Whatever a table of others says."""
+    assert running._machine(TABLE) == "an unnamed machine"
+    assert running._machine(replace(TABLE, about={"hardware": {"cpu": "EPYC", "cores": 2}})) == "cpu EPYC, cores 2"
+    assert running._machine(replace(TABLE, about={"hardware": "one H100"})) == "one H100"
 
 
 # ---- the command
