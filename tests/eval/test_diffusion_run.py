@@ -58,7 +58,7 @@ def test_the_final_tables_page(eval_run: Callable[..., SimpleNamespace], tmp_pat
     written = json.loads((tmp_path / "run" / "curves.json").read_text())
     (points,) = written["points"].values()
     names = ["base_diffusion", "base_fast_dllm", "diffusion", "fast_dllm", "d2f", "lopa"]
-    assert [p["decoder"] for p in points] == [*names, "lopa_block_causal"]
+    assert [p["decoder"] for p in points] == [*names, "lopa_block_causal", "base_causal"]
     assert {p["n"] for p in points} == {4}
     by_name = {p["decoder"]: p for p in points}
     assert by_name["base_diffusion"]["tpf"] == by_name["diffusion"]["tpf"] == 1
